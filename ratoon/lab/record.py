@@ -1,0 +1,203 @@
+# Owns: how a set of prompts is run and timed, and the record that comes of it (definitions: METHOD.md section 5).
+# Promises: every method's record holds the same fields; what a mode cannot tell is null, never a guess.
+# Never: compares runs of different prompts, dtypes or concurrency.
+"""Measuring: `measure` runs prompts through an engine, `record` makes the JSON object of one cell."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ratoon.core.request import Method, RequestOutput, SamplingParams, compare
+from ratoon.lab.prompts import Prompt
+
+if TYPE_CHECKING:
+    from ratoon.runtime.engine import Engine, StreamEvent
+
+Budget = int | Literal["auto"]
+Watch = Callable[["StreamEvent"], None]
+
+STAGES = ("draft", "build", "verify", "accept", "commit", "draft_build", "accept_commit")
+WARM_UP_TOKENS = 16
+_VERSIONED = ("torch", "triton", "numpy", "tokenizers", "safetensors")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration of the matrix. `budget` and `topk_cap` mean nothing to ar, `topk_cap` nothing to a chain."""
+
+    method: Method
+    budget: Budget
+    topk_cap: int
+    concurrency: int
+    temperature: float = 0.0
+    seed: int = 0
+    max_tokens: int = 256
+
+    @property
+    def name(self) -> str:
+        if self.method == "ar":
+            return "ar"
+        cap = f" cap {self.topk_cap}" if self.method == "tree" else ""
+        return f"{self.method} {self.budget}{cap}"
+
+    def params(self, stop: tuple[str, ...]) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            seed=self.seed,
+            stop=stop,
+            max_tokens=self.max_tokens,
+            method=self.method,
+            budget=0 if self.method == "ar" else None if self.budget == "auto" else self.budget,
+            topk_cap=self.topk_cap if self.method == "tree" else None,
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Outputs in prompt order, wall time of the whole set (prefill included), mean stage times of its rounds."""
+
+    outputs: tuple[RequestOutput, ...]
+    wall_s: float
+    stage_ms: Mapping[str, float]
+    fallbacks: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def tok_s(self) -> float:
+        return self.num_tokens / self.wall_s
+
+
+def encode(engine: Engine, prompt: Prompt) -> list[int]:
+    """Token ids of a raw text, or of messages through the chat template."""
+    if prompt.messages:
+        return engine.tokenizer.encode_chat(prompt.messages)
+    return engine.tokenizer.encode(prompt.text)
+
+
+def measure(engine: Engine, prompts: Sequence[Prompt], cell: Cell, watch: Watch | None = None) -> Measured:
+    """Runs `prompts`, at most `cell.concurrency` at a time. `watch` sees each stream event."""
+    ids = [encode(engine, prompt) for prompt in prompts]
+    before = engine.counters()
+    begun = time.perf_counter()
+    outputs: list[RequestOutput] = []
+    # One call serves prompts that share their stop strings; a set has one group, the demo two.
+    for stop, group in groupby(range(len(prompts)), key=lambda i: prompts[i].stop):
+        outputs += _stream(engine, [ids[i] for i in group], cell.params(stop), watch)
+    wall_s = time.perf_counter() - begun
+    after = engine.counters()
+    return Measured(tuple(outputs), wall_s, _stage_ms(before, after), _fallbacks(before, after))
+
+
+def _stream(engine: Engine, ids: list[list[int]], params: SamplingParams, watch: Watch | None) -> list[RequestOutput]:
+    outputs: dict[int, RequestOutput] = {}
+    for event in engine.stream(ids, params):
+        if watch:
+            watch(event)
+        if event.output is not None:
+            outputs[event.index] = event.output
+    return [outputs[i] for i in range(len(ids))]
+
+
+def _stage_ms(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    rounds = after.get("rounds", 0) - before.get("rounds", 0)
+    spent = {stage: after.get(f"ms_{stage}", 0.0) - before.get(f"ms_{stage}", 0.0) for stage in STAGES}
+    return {stage: ms / rounds for stage, ms in spent.items() if rounds and f"ms_{stage}" in after}
+
+
+def _fallbacks(before: Mapping[str, float], after: Mapping[str, float]) -> int:
+    return int(sum(after[key] - before.get(key, 0) for key in after if key.startswith("fallback")))
+
+
+def warm_up(engine: Engine, cell: Cell) -> None:
+    """A few rounds of the cell's own kind, so that what is done once is not timed."""
+    text = "def add(a, b):\n    return"
+    prompts = [Prompt(id=str(i), kind="code", text=text) for i in range(cell.concurrency)]
+    ids = [encode(engine, prompt) for prompt in prompts]
+    engine.generate(ids, replace(cell, max_tokens=WARM_UP_TOKENS).params(()))
+
+
+def record(engine: Engine, cell: Cell, measured: Measured, reference: Measured | None) -> dict[str, Any]:
+    """The bench record. `reference`: the autoregressive run of the same prompts, or None where there was none."""
+    outputs = measured.outputs
+    rounds = sum(output.rounds for output in outputs)
+    verdicts = _verdicts(engine, outputs, reference)
+    speculative = cell.method != "ar"
+    return {
+        "model": engine.model,
+        "drafter": engine.drafter if speculative else None,
+        "method": cell.method,
+        "budget": cell.budget if speculative else 0,
+        "topk_cap": cell.topk_cap if cell.method == "tree" else None,
+        "concurrency": cell.concurrency,
+        "mode": engine.mode,
+        "dtype": engine.dtype,
+        "device": engine.device,
+        "temperature": cell.temperature,
+        "prompts": len(outputs),
+        "output_tokens": measured.num_tokens,
+        "tok_s": round(measured.tok_s, 2),
+        "speedup_vs_ar": round(measured.tok_s / reference.tok_s, 3) if reference else None,
+        "tau": round(measured.num_tokens / rounds, 3) if rounds else None,
+        "accept_per_position": accept_per_position(outputs),
+        "identical_prompts": verdicts.count("identical") if reference else None,
+        "near_tie_prompts": verdicts.count("near_tie") if reference else None,
+        "mismatched_prompts": verdicts.count("mismatch") if reference else None,
+        **{f"ms_{stage}": _rounded(measured.stage_ms.get(stage)) for stage in STAGES},
+        "ttft_ms": round(1000 * statistics.median(output.ttft_s for output in outputs), 2),
+        "fallbacks": measured.fallbacks,
+        "git_commit": git_commit(),
+        "versions": versions(),
+    }
+
+
+def _verdicts(engine: Engine, outputs: Sequence[RequestOutput], reference: Measured | None) -> list[str]:
+    if reference is None:
+        return []
+    pairs = zip(reference.outputs, outputs, strict=True)
+    return [compare(ours, theirs, engine.dtype).verdict for ours, theirs in pairs]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def accept_per_position(outputs: Sequence[RequestOutput]) -> list[float]:
+    """Share of all rounds whose accepted path reaches depth 1, 2, ... (unconditional)."""
+    accepted = [count for output in outputs for count in output.accepted]
+    deepest = max(accepted, default=0)
+    return [round(sum(a >= depth for a in accepted) / len(accepted), 4) for depth in range(1, deepest + 1)]
+
+
+def git_commit() -> str | None:
+    """Commit of the source tree that runs, with '-dirty' where it has changes; None outside of one."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes. Packages that are not installed are left out."""
+    found = {"python": platform.python_version(), "platform": sys.platform, "ratoon": version("ratoon")}
+    for package in _VERSIONED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,163 @@
+# Owns: the target network (Llama, Qwen2, Qwen3) as one decoder with two switches (qkv bias, q/k norm).
+# Promises: shapes depend on the arguments' shapes alone; logits are float32, on CUDA never rounded to bfloat16.
+# Never: stores keys and values, masks, samples, or reads a value on the host.
+"""Target decoder. T: places, H: hidden, N: query heads, K: key/value heads, D: head dim, V: vocabulary, X: taps * H."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ratoon.core.config import ModelConfig
+from ratoon.core.rope import RopeConfig
+from ratoon.models.layers import MLP, Attend, Linear, RMSNorm
+from ratoon.ops.fused import apply_rope, inverse_frequencies, rotary
+
+
+def float_product(h_TH: Tensor, weight_VH: Tensor) -> Tensor:
+    """h W^T as float32 [T, V], from the float32 accumulator on CUDA.
+
+    torch has no bfloat16 product with a float32 result on CPU: there it is rounded to bfloat16 first,
+    and `Decoder.rescore` gives exact values for the few candidates that matter.
+    """
+    if h_TH.dtype == torch.float32:
+        return F.linear(h_TH, weight_VH)
+    if h_TH.is_cuda:
+        return torch.mm(h_TH, weight_VH.t(), out_dtype=torch.float32)
+    return F.linear(h_TH, weight_VH).float()
+
+
+class Embedding(nn.Module):
+    """Token table [V, H], left uninitialised for the loader."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        return F.embedding(ids_T, self.weight)
+
+
+class Rotary(nn.Module):
+    """cos and sin of places. The frequencies stay float32 whatever dtype the network is cast to."""
+
+    inv_freq: Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        self.rope, self.head_dim = rope, head_dim
+        self.register_buffer("inv_freq", inverse_frequencies(rope, head_dim), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        super()._apply(fn, recurse)
+        # A cast to bfloat16 would lose the low angles, and to_empty leaves garbage.
+        self.inv_freq = inverse_frequencies(self.rope, self.head_dim, self.inv_freq.device)
+        return self
+
+    def forward(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin: [T, 1, D] in `dtype`."""
+        return rotary(position_T, self.inv_freq, self.rope.amplitude, dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; keys, values and the mask belong to `attend`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        width = config.num_heads * config.head_dim
+        fused = width + 2 * config.num_kv_heads * config.head_dim
+        self.qkv_proj = Linear(config.hidden_size, fused, bias=config.qkv_bias)
+        self.o_proj = Linear(width, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x_TH: Tensor, cos_sin: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
+        num_q, num_k = self.num_heads, self.num_kv_heads
+        qkv_TND = self.qkv_proj(x_TH).view(x_TH.shape[0], num_q + 2 * num_k, self.head_dim)
+        if self.q_norm is None or self.k_norm is None:
+            # One rotation for q and k together: a CPU step of a small model is bound by the number of calls.
+            rotated = apply_rope(qkv_TND[:, : num_q + num_k], *cos_sin)
+            q_TND, k_TKD = rotated[:, :num_q], rotated[:, num_q:]
+        else:
+            q_TND = apply_rope(self.q_norm(qkv_TND[:, :num_q]), *cos_sin)
+            k_TKD = apply_rope(self.k_norm(qkv_TND[:, num_q : num_q + num_k]), *cos_sin)
+        out_TND = attend(layer, q_TND, k_TKD, qkv_TND[:, num_q + num_k :])
+        return self.o_proj(out_TND.reshape(x_TH.shape[0], num_q * self.head_dim))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each with its residual."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, h_TH: Tensor, cos_sin: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
+        h_TH = h_TH + self.self_attn(self.input_layernorm(h_TH), cos_sin, layer, attend)
+        return h_TH + self.mlp(self.post_attention_layernorm(h_TH))
+
+
+class Decoder(nn.Module):
+    """The target. Parameters are uninitialised: models/weights.py fills them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = Rotary(config.rope, config.head_dim)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head matrix [V, H]: the embedding table when tied."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def forward(
+        self, ids_T: Tensor, position_T: Tensor, attend: Attend, tap_ids: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden [T, H] after the final norm, and the taps [T, len(tap_ids) * H] (None without tap ids).
+
+        ids and positions are int64 [T]. A tap is the residual stream after that 0-based layer (METHOD section 2),
+        concatenated in list order. Raises ValueError for the last layer or an id outside 0..num_layers-2.
+        """
+        check_tap_ids(tap_ids, self.config.num_layers)
+        h_TH = self.embed(ids_T)
+        cos_sin = self.rotary(position_T, h_TH.dtype)
+        tapped: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            h_TH = layer(h_TH, cos_sin, index, attend)
+            if index in tap_ids:
+                tapped[index] = h_TH
+        taps_TX = torch.cat([tapped[index] for index in tap_ids], dim=-1) if tap_ids else None
+        return self.norm(h_TH), taps_TX
+
+    def logits(self, h_TH: Tensor) -> Tensor:
+        """float32 [T, V] of hidden after the final norm."""
+        return float_product(h_TH, self.head_weight)
+
+    def rescore(self, h_TH: Tensor, token_TK: Tensor) -> Tensor:
+        """Exact float32 logits [T, K] of the given token ids: float32 dot products with gathered head rows.
+
+        A row's value does not depend on how many rows are asked together.
+        """
+        rows_TKH = F.embedding(token_TK, self.head_weight).float()
+        return (rows_TKH * h_TH.float().unsqueeze(-2)).sum(-1)
+
+
+def check_tap_ids(tap_ids: Sequence[int], num_layers: int) -> None:
+    """Raises ValueError unless every id is in 0..num_layers-2 (METHOD section 2)."""
+    for tap in tap_ids:
+        if not 0 <= tap < num_layers - 1:
+            raise ValueError(
+                f"tap on layer {tap} refused: target_layer_ids are 0-based ids in 0..{num_layers - 2} "
+                f"of a target of {num_layers} layers, and its last layer is never tapped"
+            )

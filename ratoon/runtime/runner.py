@@ -1,0 +1,169 @@
+# Owns: running rounds: the four modes over one Round, seat writes, the result ring.
+# Promises: every mode calls the same stage functions; padding is the dummy seat; results are read in launch order.
+# Never: knows a request's text, or chooses a bucket.
+"""Runs rounds for the engine. R: rows, T: places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ratoon.core.request import SamplingParams
+from ratoon.models.decoder import Decoder
+from ratoon.models.dflash import DFlash
+from ratoon.ops.sample import write_seat
+from ratoon.ops.tree import Places
+from ratoon.runtime.kv import declare, seat_state
+from ratoon.runtime.results import ResultLayout, RowResult
+from ratoon.spec.round import Drafted, Round, Verified
+from ratoon.spec.state import Limits, RoundShape
+
+Mode = Literal["eager", "static", "graph", "staged"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A round in flight: its number, its seats, the bucket it ran."""
+
+    number: int
+    seats: tuple[int, ...]
+    shape: RoundShape
+
+
+class Runner:
+    """One engine's device side. Not thread-safe."""
+
+    def __init__(self, target: Decoder, drafter: DFlash | None, limits: Limits, device: torch.device, mode: Mode) -> None:
+        self.limits, self.device, self.mode = limits, device, mode
+        dtype = target.embed.weight.dtype
+        self.table = declare(limits, target.config, drafter.config if drafter else None, dtype, device)
+        self.state = seat_state(self.table)
+        draft_cache = self.table["draft_cache"] if drafter else None
+        self.round = Round(target, drafter, self.state, self.table["cache"], draft_cache, limits)
+        self.layout = ResultLayout.of(limits)
+        self.last_places: Places | None = None
+        self._launched = 0
+
+    # ---- seats ------------------------------------------------------------------------------------------------
+
+    def join(
+        self, seat: int, prompt: Sequence[int], pages: Sequence[int], params: SamplingParams, stop_ids: Sequence[int],
+        seed: int, limit: int, budget: int, topk_cap: int,
+    ) -> None:  # fmt: skip
+        """Writes a new tenant over all of a seat's state; the row starts at its last prompt token."""
+        assert 0 < seat < self.limits.num_seats, f"seat {seat} is not allocatable"
+        state, table_P = self.state, torch.zeros(self.limits.pages_per_row, dtype=torch.int32)
+        table_P[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        state.page_table_SP[seat] = table_P.to(self.device)
+        state.start_S[seat] = len(prompt) - 1
+        state.anchor_S[seat] = prompt[-1]
+        state.limit_S[seat] = limit
+        state.budget_S[seat] = budget
+        state.topk_cap_S[seat] = topk_cap
+        state.stop_id_SE[seat] = -1
+        state.stop_id_SE[seat, : len(stop_ids)] = torch.tensor(list(stop_ids), dtype=torch.int64, device=self.device)
+        write_seat(state.sampler, seat, params, torch.tensor(list(prompt), dtype=torch.int64), seed)
+        state.done_S[seat] = False
+
+    def stop(self, seat: int) -> None:
+        """Marks a seat done: rounds launched from now on commit nothing for it."""
+        self.state.done_S[seat] = True
+
+    def prefill(self, seat: int, prompt: Sequence[int], begin: int, end: int) -> None:
+        """K/V of prompt tokens begin .. end - 1 of a seat, target and draft context, in exact sizes."""
+        if end <= begin:
+            return
+        seat_R, base_R = self._ids([seat]), self._ids([begin])
+        page_size = self.limits.page_size
+        with torch.inference_mode():
+            self.round.prefill(seat_R, self._ids(prompt[begin:end])[None], base_R, -(-end // page_size) * page_size)
+
+    def _ids(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+
+    # ---- rounds -----------------------------------------------------------------------------------------------
+
+    def launch(self, seats: Sequence[int], shape: RoundShape) -> Launch:
+        """Runs (or queues) one round for these seats; `read` gives its results."""
+        with torch.inference_mode():
+            if self.mode == "eager":
+                self._eager(self._ids(seats), shape)
+            else:
+                self._padded(seats, shape)
+        launch = Launch(self._launched, tuple(seats), shape)
+        self._launched += 1
+        return launch
+
+    def _eager(self, seat_R: Tensor, shape: RoundShape) -> None:
+        drafted = self.round.draft_build(seat_R, shape)
+        verified = self.round.verify(seat_R, drafted.places, shape)
+        self._accept(seat_R, drafted, verified, shape)
+        self.last_places = drafted.places
+
+    def _padded(self, seats: Sequence[int], shape: RoundShape) -> None:
+        self.table.fill({"round.seat": torch.tensor(list(seats), dtype=torch.int64)}, key=shape, mode=self.mode)
+        for stage in (self._stage_draft, self._stage_verify, self._stage_accept):
+            stage(shape)
+        self.last_places = self._drafted(shape).places
+
+    def _stage_draft(self, shape: RoundShape) -> None:
+        drafted = self.round.draft_build(self._seats(shape), shape)
+        for field in fields(Places):
+            value = getattr(drafted.places, field.name)
+            self._part(f"places.{field.name}", value.shape).copy_(value)
+        if self.limits.forecast:
+            self._part("draft.mass", drafted.mass_RQ.shape).copy_(drafted.mass_RQ)
+
+    def _stage_verify(self, shape: RoundShape) -> None:
+        verified = self.round.verify(self._seats(shape), self._drafted(shape).places, shape)
+        self._part("verify.hidden", verified.hidden_TH.shape).copy_(verified.hidden_TH)
+        if verified.taps_TX is not None:
+            self._part("verify.taps", verified.taps_TX.shape).copy_(verified.taps_TX)
+
+    def _stage_accept(self, shape: RoundShape) -> None:
+        taps = self.table["verify.taps"][: shape.places] if self.round.drafter else None
+        verified = Verified(self.table["verify.hidden"][: shape.places], taps)
+        self._accept(self._seats(shape), self._drafted(shape), verified, shape)
+
+    def _accept(self, seat_R: Tensor, drafted: Drafted, verified: Verified, shape: RoundShape) -> None:
+        """The round's last stage, then its results into place `round number mod places` of the ring."""
+        number = self.state.round_number.clone()
+        result = self.round.accept_commit(seat_R, drafted.places, verified, shape)
+        row_start = drafted.places.row_start
+        num_nodes_R = row_start[1 : shape.rows + 1] - row_start[: shape.rows] - 1
+        ints, floats = self.layout.pack(result, num_nodes_R, drafted.mass_RQ, number)
+        place = number % self.layout.places
+        self.table["result.ints"].index_copy_(0, place, ints.unsqueeze(0))
+        self.table["result.floats"].index_copy_(0, place, floats.unsqueeze(0))
+
+    def _seats(self, shape: RoundShape) -> Tensor:
+        return self.table["round.seat"][: shape.rows]
+
+    def _drafted(self, shape: RoundShape) -> Drafted:
+        """The hand-over of build, as views of the declared buffers."""
+        words = shape.nodes // 64 + 1
+        places = Places(
+            **{name: self.table[f"places.{name}"][: shape.places] for name in ("token", "row_of", "parent", "depth", "local")},
+            row_start=self.table["places.row_start"][: shape.rows + 2],
+            bits=self.table["places.bits"][: shape.places, :words],
+        )
+        if not self.limits.forecast:
+            return Drafted(places, self.table["verify.hidden"].new_zeros((shape.rows, 0), dtype=torch.float32))
+        return Drafted(places, self.table["draft.mass"][: shape.rows])
+
+    def _part(self, name: str, shape: Sequence[int]) -> Tensor:
+        return self.table[name][tuple(slice(0, size) for size in shape)]
+
+    # ---- results ----------------------------------------------------------------------------------------------
+
+    def read(self, launch: Launch) -> list[RowResult]:
+        """Results of a launched round, one per seat; waits for it. Each round is read once, oldest first."""
+        place = launch.number % self.layout.places
+        ints = self.table["result.ints"][place].cpu().numpy()
+        floats = self.table["result.floats"][place].cpu().numpy()
+        assert launch.number == ints[0, 0], f"result place {place} holds round {ints[0, 0]}, not {launch.number}"
+        return [self.layout.unpack(ints[row], floats[row]) for row in range(len(launch.seats))]

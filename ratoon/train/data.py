@@ -1,0 +1,564 @@
+# Owns: the training text: what the target is asked, how it answers in large batches, how samples are stored and packed.
+# Promises: every sample is the target's own text; seeds fix the draw on one machine; what was dropped is counted.
+# Never: reads a benchmark's prompts, prints.
+"""Self-written training data. R: rows, S: slots per row, K: key/value heads, G: query heads per K, D: head dim."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from ratoon.models.decoder import Decoder
+
+MIN_P = 0.05
+QUOTES = '"""'
+
+
+class Encoder(Protocol):
+    """What this file needs of runtime/text.py's Tokenizer."""
+
+    @property
+    def eos_ids(self) -> Sequence[int]: ...
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def apply_chat(self, messages: Any, **kwargs: Any) -> str: ...
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Samples end to end: sample i is tokens[offsets[i]:offsets[i+1]], its first prompt_len[i] tokens the prompt."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    prompt_len: np.ndarray
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.prompt_len)
+
+    def sample(self, index: int) -> tuple[np.ndarray, int]:
+        """Token ids and prompt length of one sample."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]], int(self.prompt_len[index])
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[tuple[np.ndarray, int]], notes: dict[str, Any] | None = None) -> Corpus:
+        """Joins (ids, prompt_len) pairs; uint16 where the ids allow it."""
+        if not samples:
+            raise ValueError("no training sample was written: give generation more time or more prompts")
+        lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
+        tokens = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
+        kind = np.uint16 if tokens.max() < 2**16 else np.uint32
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        return cls(tokens.astype(kind), offsets, np.array([p for _, p in samples], dtype=np.int32), notes or {})
+
+    def select(self, indices: Iterable[int]) -> Corpus:
+        """The named samples, in that order."""
+        return Corpus.from_samples([self.sample(i) for i in indices], self.notes)
+
+    def split(self, num_held_out: int, seed: int = 0) -> tuple[Corpus, Corpus]:
+        """Training and held-out parts by a seeded permutation."""
+        order = np.random.default_rng(seed).permutation(len(self))
+        return self.select(order[num_held_out:]), self.select(order[:num_held_out])
+
+    def save(self, folder: Path, part_bytes: int = 14 << 20) -> list[Path]:
+        """Writes corpus-000.safetensors and so on, each below about `part_bytes`; returns the paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        paths, first = [], 0
+        while first < len(self):
+            limit = self.offsets[first] + part_bytes // self.tokens.itemsize
+            last = max(first + 1, int(np.searchsorted(self.offsets, limit, side="right")) - 1)
+            base = self.offsets[first]
+            arrays = {
+                "tokens": self.tokens[base : self.offsets[last]],
+                "offsets": self.offsets[first : last + 1] - base,
+                "prompt_len": self.prompt_len[first:last],
+            }
+            paths.append(folder / f"corpus-{len(paths):03d}.safetensors")
+            save_file(arrays, paths[-1], metadata={"notes": json.dumps(self.notes)})
+            first = last
+        return paths
+
+    @classmethod
+    def load(cls, folder: Path) -> Corpus:
+        """Reads every corpus-*.safetensors of a folder; raises FileNotFoundError when there is none."""
+        paths = sorted(folder.glob("corpus-*.safetensors"))
+        if not paths:
+            raise FileNotFoundError(f"no corpus-*.safetensors in {folder}: write the data first")
+        parts: dict[str, list[np.ndarray]] = {"tokens": [], "lengths": [], "prompt_len": []}
+        notes: dict[str, Any] = {}
+        for path in paths:
+            with safe_open(path, "numpy") as part:
+                notes = json.loads((part.metadata() or {}).get("notes", "{}"))
+                parts["tokens"].append(part.get_tensor("tokens"))
+                parts["lengths"].append(np.diff(part.get_tensor("offsets")))
+                parts["prompt_len"].append(part.get_tensor("prompt_len"))
+        joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+        offsets = np.concatenate(([0], np.cumsum(joined["lengths"])))
+        return cls(joined["tokens"], offsets, joined["prompt_len"], notes)
+
+
+# What the target is asked ---------------------------------------------------------------------------------------------
+
+CHAT_OPENINGS = (
+    "", "", "", "", "", "", "",
+    "Write a", "Write an email", "Write a short story about", "Compose a", "Draft a", "Describe", "Explain", "Explain how",
+    "What is", "What are the", "How do I", "How does", "Why", "Can you", "Could you", "Imagine you are", "Pretend to be",
+    "You are a", "Act as", "Give me", "List", "Compare", "Summarize the following", "Extract", "Identify", "Classify",
+    "Translate", "Rewrite", "Edit the following", "Given the following", "Suppose", "If", "A train", "Solve", "Calculate",
+    "Find the", "Prove that", "Write a Python function", "Write a function", "Write a program", "Implement", "Write a SQL",
+    "Fix the bug", "Create a", "Design a", "Plan a", "Suggest", "Discuss", "Analyze", "Provide", "Please", "I have a", "I am",
+    "Tell me", "Who", "When did", "Which", "In what", "Is it", "Do you", "Help me",
+)  # fmt: skip
+# No opening ends with a blank: the token that follows would then lack its own, which real code never shows.
+CODE_OPENINGS = (
+    "def", "def", "def", "def", "def", "def",
+    "from typing import List\n\n\ndef", "from typing import List\n\n\ndef", "from typing import List, Tuple\n\n\ndef",
+    "from typing import List, Optional\n\n\ndef", "from typing import Dict, List\n\n\ndef", "\ndef", "\n\ndef",
+    "import math\n\n\ndef", "import math\n\ndef", "import re\n\ndef", "import random\n\n\ndef",
+    "def is_", "def find_", "def count_", "def get_", "def sum_", "def max_", "def min_", "def sort_", "def remove_",
+    "def string_", "def list_", "def check_", "def make_", "def to_", "def add_", "def words_", "def digits_", "def prime_",
+    "def solve(", "def solution(", "def add(", "def filter_", "def largest_", "def even_", "def same_", "def encode_",
+)  # fmt: skip
+FILE_OPENINGS = (
+    "import", "import numpy as np\n", "import os\nimport sys\n", "from", "class", '"""', "#!/usr/bin/env python\n", "#",
+    "#include <", "function", "const", "package", "public class", "SELECT", "<html>\n", "@", "if __name__ ==", "x =",
+    "import unittest\n\n\nclass", "import pytest\n\n\ndef test_", "def", "def", "def", "\ndef",
+)  # fmt: skip
+TEXT_OPENINGS = ("The", "In", "#", "##", "A", "Chapter 1", "Once upon a time", "This", "Question:", "1.", "Abstract:")
+
+
+@dataclass(frozen=True)
+class Seed:
+    """How one row begins: forced prefix, sampled prompt up to `prompt_limit` or an end mark, forced suffix, answer."""
+
+    kind: str
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    prompt_limit: int
+    num_quotes: int
+    temperature: float
+
+
+def write_heads(target: Decoder, tokenizer: Encoder, count: int, rows: int, seed: int, minutes: float = 1.0) -> list[str]:
+    """Function heads that the target samples: its first `def` line and what stands above it, docstring opened."""
+    rng = np.random.default_rng(seed)
+    openings = [str(opening) for opening in rng.choice(CODE_OPENINGS, 2 * count)]
+    seeds = iter(
+        Seed("head", tuple(ids), (), len(ids), 0, 1.0)
+        for ids in (tokenizer.encode(text, add_special=False) for text in openings)
+    )
+    raw = write_corpus(target, tokenizer, seeds, seconds=60 * minutes, rows=rows, row_len=64, seed=seed, min_answer=4)
+    heads = set()
+    for index in range(len(raw)):
+        found = re.match(r"\s*(?:(?:from|import) .*\n|\n)*def [A-Za-z_]\w*\([^\n]*\)[^\n]*:(?=\n)", tokenizer.decode(raw.sample(index)[0].tolist()))
+        if found:
+            heads.add(found[0] + f"\n    {QUOTES}")
+    return sorted(heads)[:count]
+
+
+def self_asked(
+    tokenizer: Encoder,
+    seed: int,
+    mix: dict[str, float] | None = None,
+    max_prompt: int = 224,
+    heads: Sequence[str] = (),
+) -> Iterator[Seed]:
+    """Endless seeds: chat questions, function heads with docstrings, other source files, plain text.
+
+    `mix` weighs the kinds chat, docstring, file, text. `heads` (of `write_heads`) open the docstrings; without them
+    the target writes its heads too, and few of them have one. Four answers of five are greedy, the rest at 0.7 to 1.
+    """
+    mix = mix or {"chat": 0.45, "docstring": 0.38, "file": 0.13, "text": 0.04}
+    rng = np.random.default_rng(seed)
+    hole = "\x00"
+    before, after = tokenizer.apply_chat([{"role": "user", "content": hole}], add_generation_prompt=True).split(hole)
+    chat_suffix = tuple(tokenizer.encode(after, add_special=False))
+    newline = tuple(tokenizer.encode("\n", add_special=False))
+    openings = {"docstring": heads or CODE_OPENINGS, "file": FILE_OPENINGS, "text": TEXT_OPENINGS}
+    kinds, weights = list(mix), np.array(list(mix.values())) / sum(mix.values())
+    cache: dict[str, tuple[int, ...]] = {}
+    while True:
+        kind = str(rng.choice(kinds, p=weights))
+        choices = CHAT_OPENINGS if kind == "chat" else openings[kind]
+        text = str(choices[int(rng.integers(len(choices)))])
+        text = before + text if kind == "chat" else text
+        if text not in cache:
+            cache[text] = tuple(tokenizer.encode(text, add_special=False))
+        low, high = {"chat": (max_prompt, max_prompt), "docstring": (128, max_prompt)}.get(kind, (12, 96))
+        limit = int(rng.integers(low, high + 1))
+        suffix = chat_suffix if kind == "chat" else newline if kind == "docstring" else ()
+        temperature = 0.0 if rng.random() < 0.8 else float(rng.uniform(0.7, 1.0))
+        num_quotes = max(0, 2 - text.count(QUOTES)) if kind == "docstring" else 0
+        yield Seed(kind, cache[text], suffix, limit, num_quotes, temperature)
+
+
+def given_prompts(tokenizer: Encoder, path: Path, seed: int) -> Iterator[Seed]:
+    """Seeds of a JSONL file, one {"prompt": str} or {"messages": [...]} per line, answered greedily, repeated never.
+
+    Raises ValueError naming the line that holds neither.
+    """
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    for number in np.random.default_rng(seed).permutation(len(lines)):
+        record = json.loads(lines[number])
+        if "messages" in record:
+            text = tokenizer.apply_chat(record["messages"], add_generation_prompt=True)
+        elif "prompt" in record:
+            text = record["prompt"]
+        else:
+            raise ValueError(f"{path}, line {number + 1}: neither 'prompt' nor 'messages'")
+        ids = tuple(tokenizer.encode(text, add_special="messages" not in record))
+        if not ids:
+            raise ValueError(f"{path}, line {number + 1}: the prompt is empty")
+        yield Seed("given", ids, (), len(ids), 0, 0.0)
+
+
+def quote_table(tokenizer: Encoder, vocab_size: int) -> Tensor:
+    """How many triple quotes each token's text holds, int64 [V]: a docstring ends at the second."""
+    return torch.tensor([tokenizer.decode([token]).count(QUOTES) for token in range(vocab_size)])
+
+
+# How it answers -------------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Autoregressive writing in a fixed batch, one CUDA graph a step where there is a GPU.
+
+    Rows are forced, sampled or answered token by token by device state alone, so a step reads nothing on the host.
+    """
+
+    SUFFIX = 16
+
+    def __init__(self, target: Decoder, rows: int, row_len: int, quotes_V: Tensor, eos_ids: Sequence[int]) -> None:
+        config, device = target.config, target.embed.weight.device
+        self.target, self.rows, self.row_len, self.device = target, rows, row_len, device
+        shape = (config.num_layers, rows, config.num_kv_heads, row_len, config.head_dim)
+        self.keys = torch.zeros(shape, dtype=target.embed.weight.dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.groups = config.num_heads // config.num_kv_heads
+
+        def integers(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=device)
+
+        self.tokens, self.suffix = integers(rows, row_len + self.SUFFIX), integers(rows, self.SUFFIX)
+        self.position, self.filled, self.prompt_len = integers(rows), integers(rows), integers(rows)
+        self.suffix_len, self.prompt_limit, self.need_quotes, self.seen_quotes = (integers(rows) for _ in range(4))
+        self.answering = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.done = torch.ones(rows, dtype=torch.bool, device=device)
+        self.temperature = torch.zeros(rows, device=device)
+        self.quotes_V = quotes_V.to(device)
+        self.eos = torch.tensor(list(eos_ids), device=device)
+        self.row = torch.arange(rows, device=device)
+        self.slot = torch.arange(row_len, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def _attend(self, bias: Tensor) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        def attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+            keys, values = self.keys[layer], self.values[layer]
+            keys[self.row, :, self.position] = k_TKD
+            values[self.row, :, self.position] = v_TKD
+            # A group's query heads stand in the query dim: no copy of K/V per head.
+            q_RKGD = q_TND.unflatten(1, (-1, self.groups))
+            return F.scaled_dot_product_attention(q_RKGD, keys, values, attn_mask=bias).flatten(1, 2)
+
+        return attend
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        seen_RS = self.slot <= self.position[:, None]
+        bias = torch.zeros(seen_RS.shape, dtype=self.keys.dtype, device=self.device)
+        bias = bias.masked_fill(~seen_RS, float("-inf"))[:, None, None, :].expand(-1, -1, self.groups, -1)
+        token = self.tokens.gather(1, self.position[:, None])[:, 0]
+        hidden, _ = self.target(token, self.position, self._attend(bias.contiguous()))
+        self._advance(self._draw(self.target.logits(hidden)))
+
+    def _draw(self, logits_RV: Tensor) -> Tensor:
+        """Greedy where the row's present temperature is 0, else a Gumbel draw above a min-p floor."""
+        temperature = torch.where(self.answering, self.temperature, 1.0)
+        greedy = logits_RV.argmax(-1)
+        scaled = logits_RV / temperature.clamp(min=0.05)[:, None]
+        floor = scaled.amax(-1, keepdim=True) + float(np.log(MIN_P))
+        noise = torch.empty_like(scaled).exponential_().log()
+        sampled = (scaled - noise).masked_fill(scaled < floor, float("-inf")).argmax(-1)
+        return torch.where(temperature > 0, sampled, greedy)
+
+    def _advance(self, drawn: Tensor) -> None:
+        """Writes the next token of every row and moves its state."""
+        after = self.position + 1
+        forced = after < self.filled
+        # A finished row writes its own last token again.
+        token = torch.where(forced | self.done, self.tokens.gather(1, after[:, None])[:, 0], drawn)
+        self.tokens.scatter_(1, after[:, None], token[:, None])
+        self.filled.copy_(torch.maximum(self.filled, after + 1))
+        ended = (token[:, None] == self.eos).any(-1) & ~forced & ~self.done
+        self.seen_quotes.add_(torch.where(forced | self.answering, 0, self.quotes_V[token]))
+        quoted = (self.need_quotes > 0) & (self.seen_quotes >= self.need_quotes)
+        stop = (ended | quoted | (after + 1 >= self.prompt_limit)) & ~self.answering & (after + 1 >= self.filled)
+        # A chat suffix begins with the end mark itself, so it goes over a drawn one and after any other token.
+        first = torch.where(ended, after, after + 1)
+        column = first[:, None] + torch.arange(self.SUFFIX, device=self.device)
+        column = column.clamp(max=self.tokens.shape[1] - 1)
+        inside = torch.arange(self.SUFFIX, device=self.device) < self.suffix_len[:, None]
+        kept = self.tokens.gather(1, column)
+        self.tokens.scatter_(1, column, torch.where(stop[:, None] & inside, self.suffix, kept))
+        end = torch.where(ended & (self.suffix_len == 0), after + 1, first + self.suffix_len)
+        self.filled.copy_(torch.where(stop, end, self.filled))
+        self.prompt_len.copy_(torch.where(stop, end, self.prompt_len))
+        dead = stop & ended & (self.suffix_len == 0)
+        self.done.logical_or_((ended & self.answering) | dead | (after + 1 >= self.row_len))
+        self.answering.logical_or_(stop)
+        self.position.copy_(torch.where(self.done, self.position, after))
+
+    def steps(self, count: int) -> None:
+        """Advances every row by up to `count` tokens."""
+        if self.device.type == "cuda" and self.graph is None:
+            self._capture()
+        for _ in range(count):
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                self._step()
+
+    def _capture(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+
+    def start(self, rows: Sequence[int], seeds: Sequence[Seed]) -> None:
+        """Puts new seeds into finished rows."""
+        count = len(rows)
+        tokens = np.zeros((count, self.tokens.shape[1]), dtype=np.int64)
+        suffix = np.zeros((count, self.SUFFIX), dtype=np.int64)
+        for i, seed in enumerate(seeds):
+            if len(seed.suffix) > self.SUFFIX or len(seed.prefix) + self.SUFFIX >= self.row_len:
+                raise ValueError(f"a prompt of {len(seed.prefix)} tokens does not fit rows of {self.row_len}")
+            tokens[i, : len(seed.prefix)] = seed.prefix
+            suffix[i, : len(seed.suffix)] = seed.suffix
+        where = torch.tensor(list(rows), device=self.device)
+
+        def put(name: str, values: Any) -> None:
+            state: Tensor = getattr(self, name)
+            state[where] = torch.as_tensor(values, dtype=state.dtype).to(self.device)
+
+        put("tokens", tokens)
+        put("suffix", suffix)
+        put("suffix_len", [len(s.suffix) for s in seeds])
+        put("filled", [len(s.prefix) for s in seeds])
+        # A prompt that is wholly given is answered at once.
+        given = [s.prompt_limit <= len(s.prefix) and not s.suffix for s in seeds]
+        put("answering", given)
+        put("prompt_len", [len(s.prefix) if whole else 0 for s, whole in zip(seeds, given, strict=True)])
+        put("prompt_limit", [min(s.prompt_limit, self.row_len // 2) for s in seeds])
+        put("need_quotes", [s.num_quotes for s in seeds])
+        put("temperature", [s.temperature for s in seeds])
+        for name in ("position", "seen_quotes", "done"):
+            put(name, [0] * count)
+
+
+@dataclass
+class Harvest:
+    """Finished samples and what became of the rest."""
+
+    samples: list[tuple[np.ndarray, int]] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    num_tokens: int = 0
+    seen: set[bytes] = field(default_factory=set)
+
+    def add(self, ids: np.ndarray, prompt_len: int, kind: str, min_answer: int) -> None:
+        """Keeps one text unless it is short or known; a loop is cut short in half of the cases."""
+        if prompt_len < 1 or len(ids) - prompt_len < min_answer:
+            self.dropped["short"] += 1
+            return
+        mark = ids[: prompt_len + min_answer].tobytes()
+        if mark in self.seen:
+            self.dropped["duplicate"] += 1
+            return
+        self.seen.add(mark)
+        loop = loop_start(ids[prompt_len:])
+        if loop is not None:
+            self.kinds["looping"] += 1
+            if len(self.samples) % 2:
+                ids = ids[: prompt_len + loop + 48]
+                self.dropped["loop tails"] += 1
+        self.samples.append((ids, prompt_len))
+        self.kinds[kind] += 1
+        self.num_tokens += len(ids)
+
+    def notes(self) -> dict[str, Any]:
+        """Counts for the provenance file."""
+        return {
+            "kinds": dict(self.kinds),
+            "dropped": dict(self.dropped),
+            "samples": len(self.samples),
+            "tokens": self.num_tokens,
+        }
+
+
+def loop_start(ids: np.ndarray, gram: int = 8, repeats: int = 4) -> int | None:
+    """Index of the first 8-gram that was seen `repeats` times before, or None. Greedy text of a small model loops."""
+    if len(ids) < gram * repeats:
+        return None
+    key = np.zeros(len(ids) - gram + 1, dtype=np.uint64)
+    for offset in range(gram):
+        key = key * np.uint64(1000003) + ids[offset : len(ids) - gram + 1 + offset].astype(np.uint64)
+    order = np.argsort(key, kind="stable")
+    ordered = key[order]
+    same = ordered[repeats:] == ordered[:-repeats]
+    return int(order[repeats:][same].min()) if same.any() else None
+
+
+@dataclass
+class _Desk:
+    """The rows at work: who sits in each, and the seeds drawn ahead so that the GPU never waits for them."""
+
+    writer: Writer
+    seeds: Iterator[Seed]
+    live: dict[int, Seed] = field(default_factory=dict)
+    ahead: deque[Seed] = field(default_factory=deque)
+
+    def draw(self) -> None:
+        while len(self.ahead) < self.writer.rows:
+            following = next(self.seeds, None)
+            if following is None:
+                return
+            self.ahead.append(following)
+
+    def take(self, rows: Sequence[int]) -> list[tuple[np.ndarray, int, str]]:
+        """Texts of the given rows that hold one, which leaves those rows empty."""
+        if not rows:
+            return []
+        where = torch.tensor(list(rows), device=self.writer.device)
+        tokens = self.writer.tokens[where].cpu().numpy()
+        lengths, prompts = self.writer.filled[where].cpu().numpy(), self.writer.prompt_len[where].cpu().numpy()
+        texts = []
+        for i, row in enumerate(rows):
+            if row in self.live:
+                length = min(int(lengths[i]), self.writer.row_len)
+                texts.append((tokens[i, :length], int(prompts[i]), self.live.pop(row).kind))
+        return texts
+
+    def seat(self, rows: Sequence[int]) -> None:
+        """New seeds into empty rows, as far as there are any."""
+        rows = rows[: len(self.ahead)]
+        if rows:
+            fresh = [self.ahead.popleft() for _ in rows]
+            self.writer.start(rows, fresh)
+            self.live.update(zip(rows, fresh, strict=True))
+
+
+def write_corpus(
+    target: Decoder,
+    tokenizer: Encoder,
+    seeds: Iterator[Seed],
+    *,
+    seconds: float,
+    rows: int,
+    row_len: int = 768,
+    seed: int = 0,
+    max_tokens: int | None = None,
+    min_answer: int = 8,
+    poll: int = 32,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+) -> Corpus:
+    """Lets the target write for `seconds` (or to `max_tokens`, or until the seeds end), rows refilled as they finish.
+
+    The returned notes hold counts by kind, what was dropped, seed, time and speed.
+    """
+    torch.manual_seed(seed)
+    writer = Writer(target, rows, row_len, quote_table(tokenizer, target.config.vocab_size), tokenizer.eos_ids)
+    desk, harvest, steps, begun = _Desk(writer, seeds), Harvest(), 0, time.monotonic()
+    desk.draw()
+    while True:
+        empty = np.flatnonzero(writer.done.cpu().numpy()).tolist()
+        texts = desk.take(empty)
+        desk.seat(empty)
+        elapsed = time.monotonic() - begun
+        over = elapsed > seconds or (max_tokens is not None and harvest.num_tokens >= max_tokens) or not desk.live
+        if not over:
+            writer.steps(poll)
+            steps += poll
+        # The host reads texts and draws seeds while the GPU writes.
+        for ids, prompt_len, kind in texts:
+            harvest.add(ids, prompt_len, kind, min_answer)
+        desk.draw()
+        if progress:
+            progress({"elapsed_s": elapsed, "tokens": harvest.num_tokens, "samples": len(harvest.samples)})
+        if over:
+            break
+    # What is half written when the time ends is still the target's own text.
+    for ids, prompt_len, kind in desk.take(list(desk.live)):
+        harvest.add(ids, prompt_len, kind, max(min_answer, 64))
+    spent = time.monotonic() - begun
+    notes = {"seed": seed, "rows": rows, "row_len": row_len, "seconds": round(spent, 1), "steps": steps}
+    notes["row_steps_per_s"] = round(steps * rows / max(spent, 1e-9))
+    return Corpus.from_samples(harvest.samples, {**harvest.notes(), **notes})
+
+
+# How samples become rows ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows [N, S] of whole samples side by side: ids, position in the sample, sample number in the row (-1: padding),
+    and whether the place may be an anchor (last prompt token up to the last but one)."""
+
+    ids: np.ndarray
+    position: np.ndarray
+    document: np.ndarray
+    anchor: np.ndarray
+
+
+def pack(corpus: Corpus, row_len: int, seed: int) -> Packed:
+    """Packs a shuffled corpus into rows, first fit over the last few open rows; longer samples are cut to the row."""
+    order = np.random.default_rng(seed).permutation(len(corpus))
+    rows: list[list[int]] = []
+    free: list[int] = []
+    window = 64
+    lengths = np.minimum(np.diff(corpus.offsets), row_len)
+    for index in order:
+        need = int(lengths[index])
+        for row in range(max(0, len(rows) - window), len(rows)):
+            if free[row] >= need:
+                rows[row].append(int(index))
+                free[row] -= need
+                break
+        else:
+            rows.append([int(index)])
+            free.append(row_len - need)
+    shape = (len(rows), row_len)
+    packed = Packed(
+        np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.bool_)
+    )
+    for row, members in enumerate(rows):
+        at = 0
+        for number, index in enumerate(members):
+            ids, prompt_len = corpus.sample(index)
+            end = at + int(lengths[index])
+            packed.ids[row, at:end] = ids[: end - at]
+            packed.position[row, at:end] = np.arange(end - at)
+            packed.document[row, at:end] = number
+            packed.anchor[row, at + prompt_len - 1 : max(end - 1, at + prompt_len - 1)] = True
+            at = end
+    return packed
