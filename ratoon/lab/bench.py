@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, float)
 
 _MODES = {"auto": "auto", "on": "graph", "off": "eager"}
-_COLUMNS = ["method", "budget", "cap", "C", "T", "mode", "dtype", "tok/s", "x-AR", "tau", "pos-1", "tokens", "ttft"]
+_SETTINGS = ("concurrency", "temperature", "mode", "dtype", "device")
 _DTYPES = ("auto", "bfloat16", "float32")
 
 
@@ -226,38 +226,30 @@ def _best(engine: Engine, prompts: list[Prompt], cell: Cell, repeats: int, bar: 
 
 
 def table(records: list[dict[str, Any]]) -> Table:
-    """One line per record."""
-    shown = Table(title=f"{records[0]['model']} on {records[0]['device']}, {records[0]['prompts']} prompts")
-    for name in _COLUMNS:
-        shown.add_column(name, justify="left" if name in ("method", "mode", "dtype", "tokens") else "right")
+    """One line per record; a setting that all records share stands in the title instead."""
+    first = records[0]
+    varying = [field for field in _SETTINGS if len({row[field] for row in records}) > 1]
+    shared = [f"{field} {first[field]}" for field in _SETTINGS if field not in varying]
+    shown = Table(title=f"{first['model']}, {first['prompts']} prompts, {', '.join(shared)}")
+    for name in ("method", "budget", "cap", *varying):
+        shown.add_column(name)
+    for name in ("tok/s", "x AR", "tau", "1st", "equal", "near-tie", "other", "ttft ms"):
+        shown.add_column(name, justify="right")
     for row in records:
-        shown.add_row(*(_cell_text(row)))
+        settings = (row["method"], row["budget"], row["topk_cap"], *(row[field] for field in varying))
+        shown.add_row(*("-" if value is None else str(value) for value in settings), *_figures(row))
     return shown
 
 
-def _cell_text(row: dict[str, Any]) -> list[str]:
-    first = f"{row['accept_per_position'][0]:.2f}" if row["accept_per_position"] else "-"
-    return [
-        row["method"],
-        str(row["budget"]),
-        "-" if row["topk_cap"] is None else str(row["topk_cap"]),
-        str(row["concurrency"]),
-        f"{row['temperature']:g}",
-        row["mode"],
-        row["dtype"],
-        f"{row['tok_s']:.1f}",
-        "-" if row["speedup_vs_ar"] is None else f"{row['speedup_vs_ar']:.2f}",
-        "-" if row["tau"] is None else f"{row['tau']:.2f}",
-        first,
-        agreement(row),
-        f"{row['ttft_ms']:.0f} ms",
-    ]
+def _figures(row: dict[str, Any]) -> list[str]:
+    first = row["accept_per_position"][0] if row["accept_per_position"] else None
+    figures = [(row["tok_s"], ".1f"), (row["speedup_vs_ar"], ".2f"), (row["tau"], ".2f"), (first, ".2f")]
+    figures += [(row[f"{verdict}_prompts"], "d") for verdict in ("identical", "near_tie", "mismatched")]
+    return ["-" if value is None else format(value, form) for value, form in [*figures, (row["ttft_ms"], ".0f")]]
 
 
 def agreement(row: dict[str, Any]) -> str:
     """Whether the tokens equal the autoregressive ones, in words."""
-    if row["identical_prompts"] is None:
-        return "not compared"
     parts = [f"{row['identical_prompts']} equal"]
     parts += [f"{row['near_tie_prompts']} near-tie"] if row["near_tie_prompts"] else []
     parts += [f"{row['mismatched_prompts']} DIFFERENT"] if row["mismatched_prompts"] else []

@@ -110,10 +110,12 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._reader = _Reader(path)
+            reader = _Reader(path)
+            # The reader holds an array object per string of the vocabulary: plain values are a fraction of that.
+            self._metadata = {name: field.contents() for name, field in reader.fields.items()}
         except (ValueError, IndexError, OverflowError) as error:
             raise ValueError(f"cannot read {path}: {_reason(error)}") from error
-        self._data = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._data = {tensor.name: tensor for tensor in reader.tensors}
         self.architecture = str(self.value("general.architecture", "none"))
         if self.architecture not in ARCHITECTURES:
             raise ValueError(
@@ -123,8 +125,7 @@ class GGUFFile:
 
     def value(self, key: str, default: Any = None) -> Any:
         """A metadata value as plain Python, or the default when absent."""
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        return self._metadata.get(key, default)
 
     def _body(self, key: str, default: Any = None) -> Any:
         return self.value(f"{self.architecture}.{key}", default)
@@ -159,7 +160,7 @@ class GGUFFile:
 
     def _refuse_unknown(self) -> None:
         prefix = self.architecture + "."
-        for key in self._reader.fields:
+        for key in self._metadata:
             if key.startswith(prefix) and key.removeprefix(prefix) not in _CONFIG_KEYS.keys() | _OTHER_KEYS:
                 raise ValueError(f"{self.path.name}: GGUF key '{key}' is not supported, nobody reads it")
         if self._body("expert_count", 0):

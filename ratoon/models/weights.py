@@ -83,8 +83,8 @@ def load_config(path: Path) -> ModelConfig:
     """The target's config from a model directory or a .gguf file; raises as `load_model` does."""
     if path.is_dir():
         generation = path / "generation_config.json"
-        settings = _read_json(generation) if generation.exists() else {}
-        return ModelConfig.from_hf(_read_json(path / "config.json"), settings)
+        settings = read_json(generation) if generation.exists() else {}
+        return ModelConfig.from_hf(read_json(path / "config.json"), settings)
     return open_gguf(path).config()
 
 
@@ -110,7 +110,7 @@ def load_drafter(path: Path | str, dtype: torch.dtype, device: torch.device | st
     Raises FileNotFoundError for a missing file, ValueError naming what does not fit this target or this format.
     """
     path = Path(path)
-    raw = _read_json(path / "config.json")
+    raw = read_json(path / "config.json")
     config = DrafterConfig.from_hf(raw)
     config.require_target(target.num_layers, target.hidden_size, target.vocab_size)
     tensors = _read_folder(path)
@@ -198,7 +198,8 @@ def _build(make: Callable[[], Net], dtype: torch.dtype, device: torch.device | s
         torch.set_default_dtype(before)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; raises FileNotFoundError, or ValueError naming the file."""
     if not path.is_file():
         raise FileNotFoundError(f"no {path.name} in {path.parent}")
     try:
@@ -218,7 +219,7 @@ def _read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def _safetensors_files(folder: Path) -> list[Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        shards = sorted(set(read_json(index).get("weight_map", {}).values()))
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
             names = ", ".join(missing)
@@ -266,7 +267,10 @@ def _check_int8(settings: Mapping[str, Any]) -> None:
     if method != "compressed-tensors" or form != "int-quantized":
         raise ValueError(f"drafter quantised with '{method}' (format '{form}') not supported, only 8-bit int-quantized")
     expected = INT8_QUANTIZATION["config_groups"]["group_0"]["weights"]
-    for group in settings.get("config_groups", {}).values():
+    groups = settings.get("config_groups")
+    if not groups:
+        raise ValueError("the drafter's quantization_config has no config_groups: its number format is not stated")
+    for group in groups.values():
         weights = group.get("weights") or {}
         wrong = {key: weights.get(key) for key, value in expected.items() if weights.get(key) != value}
         if wrong or group.get("input_activations"):

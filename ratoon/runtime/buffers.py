@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import isfinite, prod
 from typing import Any, Literal, get_args
 
@@ -35,7 +35,8 @@ class BufferSpec:
 
     shape is sized for the largest key. `need` gives the rows of dim 0 that a key uses (None: all of them).
     Inputs of one `group` are filled together by one copy. Rows 0..dummy_len-1 along dummy_dim of a state or
-    kv buffer are seat 0 or page 0: padded writes land there and comparisons leave them out.
+    kv buffer are seat 0 or page 0: padded writes land there and comparisons leave them out. dummy_len 0 marks state
+    that no seat owns, such as a round counter: a warm-up may change it and it is put back.
     """
 
     name: str
@@ -277,6 +278,14 @@ class BufferTable:
                     name = ".".join(part for part in (prefix, path, leaf) if part)
                     if tensor is not None and name not in self._specs:
                         self.bind(name, lambda store=store, leaf=leaf: store[leaf])  # type: ignore[misc]
+
+    def bind_fields(self, prefix: str, holder: object) -> None:
+        """Declare each tensor field of a dataclass once, and keep it alive: a constant that an op caches may be dropped
+        from its cache while a graph still reads it."""
+        for field in fields(holder):  # type: ignore[arg-type]
+            value, name = getattr(holder, field.name), f"{prefix}.{field.name}"
+            if isinstance(value, Tensor) and name not in self._specs:
+                self.bind(name, value)
 
     def reallocate(self, name: str, shape: tuple[int, ...]) -> None:
         """Give a buffer a new size; its contents (an input: its whole group's) become padding. Bumps the generation."""

@@ -221,7 +221,8 @@ class _Recorder(TorchDispatchMode):
         report = f"{_user_line()}: {name} makes a tensor from Python data inside capture; replays keep its first value"
         if not self.allow_baked:
             raise BakedTensorError(f"{report}. Make it an input of the buffer table, or a bound constant.")
-        self.graph.baked.append(report)
+        if report not in self.graph.baked:
+            self.graph.baked.append(report)
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -259,9 +260,9 @@ class _Recorder(TorchDispatchMode):
                 continue
             if identity not in self._constants:
                 raise UndeclaredTensorError(
-                    f"{_user_line()}: {func} uses a tensor {describe(tensor)} that is neither declared in the "
-                    " buffer table nor made inside this capture (also: from another graph's capture, or by "
-                    "torch.frombuffer). Declare it: table.bind() for weights and constants, a BufferSpec for the rest."
+                    f"{_user_line()}: {func} uses a tensor {describe(tensor)} that is neither declared in "
+                    "the buffer table nor made inside this capture (also: from another graph's capture, or by "
+                    "torch.frombuffer). Declare it: bind() and its kin for weights and constants, a BufferSpec for the rest."
                 )
         return tensors
 
@@ -293,9 +294,10 @@ class _Recorder(TorchDispatchMode):
 
     def record_call(self, fn: Callable[..., None], args: Sequence[Any]) -> None:
         """One opaque node, for example a kernel launch: fn writes into its arguments and returns None."""
-        self._save_before(iter(self._known(getattr(fn, "__name__", fn), args, {})))
+        touched = self._known(getattr(fn, "__name__", fn), args, {})
         self.suspended = True
         try:
+            self._save_before(iter(touched))
             returned = fn(*args)
         finally:
             self.suspended = False

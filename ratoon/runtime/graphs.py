@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from ratoon.core.request import SamplerKind
 from ratoon.runtime.buffers import BorrowedOutput, BufferTable, ContractError
 
 Kind = Literal["round", "draft", "verify", "accept", "prefill"]
-Sampler = Literal["greedy", "general"]
 Level = Literal["off", "quick", "full"]
 
 STAGES: tuple[Kind, ...] = ("draft", "verify", "accept")
@@ -30,25 +30,28 @@ class BirthError(ContractError):
 class GraphKey:
     """The host's whole influence on a graph: no other Python number may reach a launch.
 
-    rows: live rows R, the dummy not counted; places: packed places T; block: length B of the draft block;
-    kind 'prefill' uses places for the chunk and block 0.
+    rows: live rows R, the dummy not counted; places: packed places T; block: length B of the draft block; nodes: most
+    per row, where a launch depends on it; kind 'prefill' uses places for the chunk and block 0.
     """
 
     rows: int
     places: int
     block: int
-    sampler: Sampler = "greedy"
+    sampler: SamplerKind = "greedy"
     generation: int = 0
     kind: Kind = "round"
+    nodes: int = 0
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.places < 1 or self.block < 0 or self.generation < 0:
-            raise ValueError(f"graph key {self}: rows and places must be at least 1, block and generation at least 0")
-        if self.kind not in get_args(Kind) or self.sampler not in get_args(Sampler):
-            raise ValueError(f"graph key {self}: kind must be one of {get_args(Kind)}, sampler of {get_args(Sampler)}")
+        if min(self.rows, self.places) < 1 or min(self.block, self.generation, self.nodes) < 0:
+            raise ValueError(f"graph key {self}: rows and places must be at least 1, the other numbers at least 0")
+        if self.kind not in get_args(Kind) or self.sampler not in get_args(SamplerKind):
+            raise ValueError(
+                f"graph key {self}: kind must be one of {get_args(Kind)}, sampler of {get_args(SamplerKind)}"
+            )
 
     def __str__(self) -> str:
-        size = f"rows={self.rows} places={self.places} block={self.block}"
+        size = f"rows={self.rows} places={self.places} block={self.block}" + f" nodes={self.nodes}" * bool(self.nodes)
         return f"{self.kind}[{size} {self.sampler} gen={self.generation}]"
 
     @property
@@ -67,8 +70,8 @@ class GraphKey:
         return draft, verify, accept
 
 
-def _size(key: GraphKey) -> tuple[int, int, int]:
-    return key.places, key.rows, key.block
+def _size(key: GraphKey) -> tuple[int, ...]:
+    return key.places, key.rows, key.block, key.nodes
 
 
 def capture_order(keys: Iterable[GraphKey]) -> list[GraphKey]:
@@ -236,7 +239,7 @@ class GraphSet:
         self._check_capturable(key)
         groups = (_default_group(key),) if groups is None else tuple(groups)
         self._dummy_inputs(groups, prepare)
-        before = self._real_state() if self.debug else {}
+        before = self._state()
         self.backend.warm_up(fn, warmups)
         self._check_harmless(key, before)
         self._dummy_inputs(groups, prepare)
@@ -272,13 +275,19 @@ class GraphSet:
         if prepare is not None:
             prepare()
 
-    def _real_state(self) -> dict[str, Tensor]:
-        return {name: self.table[name].clone() for name in self.table.names("state", "kv")}
+    def _state(self) -> dict[str, Tensor]:
+        """Copies of state without a dummy part (counters), in debug of all state and K/V."""
+        table = self.table
+        names = [name for name in table.names("state", "kv") if self.debug or not table.spec(name).dummy_len]
+        return {name: table[name].clone() for name in names}
 
     def _check_harmless(self, key: GraphKey, before: Mapping[str, Tensor]) -> None:
-        """Raises ContractError if warm-up changed a real seat or page, or made page 0 not finite."""
+        """Put counters back; raise ContractError if warm-up changed a real seat or page, or made page 0 not finite."""
         for name, old in before.items():
             spec, now = self.table.spec(name), self.table[name]
+            if not spec.dummy_len:
+                now.copy_(old)
+                continue
             spec.dummy_part(old).copy_(spec.dummy_part(now))
             found = first_difference(name, old, now)
             if found is not None:
@@ -488,10 +497,11 @@ def birth_test(
         for case in cases:
             want = _observe_static(graphs, static, case)
             for kind in kinds:
-                where = f"birth test of {order[0]}, case '{case.name}', poison {kind}: the replay differs from"
+                where = f"birth test of {order[0]}, case '{case.name}', poison {kind}"
                 first = _observe_replay(graphs, order, case, kind)
-                _compare(f"{where} the static mode", want, first)
-                _compare(f"{where} its own first replay", first, _observe_replay(graphs, order, case, kind))
+                _compare(f"{where}: the replay differs from the static mode", want, first)
+                again = _observe_replay(graphs, order, case, kind)
+                _compare(f"{where}: the replay differs from its own first replay", first, again)
                 num_replays += 2 * len(order)
     finally:
         if scrub is not None:
@@ -520,10 +530,13 @@ def _observe_replay(graphs: GraphSet, order: Sequence[GraphKey], case: BirthCase
         table.poison("output", "scratch", "input")  # inputs too: the fill must not leave any of it in a tail
         case.poison("noise" if kind == "noise" else "nan")
     case.fill()
-    for key in order:
-        graphs.replay(key)
-    table.check_canaries()
-    table.check_dummies()
+    try:
+        for key in order:
+            graphs.replay(key)
+        table.check_canaries()
+        table.check_dummies()
+    except ContractError as error:
+        raise BirthError(f"birth test of {order[0]}, case '{case.name}', poison {kind}: {error}") from error
     return _clone(case.observe())
 
 

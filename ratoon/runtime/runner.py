@@ -5,18 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ratoon.core.request import SamplingParams
+from ratoon.core.tree import Tree
 from ratoon.models.decoder import Decoder
 from ratoon.models.dflash import DFlash
 from ratoon.ops.sample import write_seat
 from ratoon.ops.tree import Places
+from ratoon.runtime.emulator import EmulatorBackend
+from ratoon.runtime.graphs import CudaBackend, GraphKey, GraphSet, capture_order, teardown
 from ratoon.runtime.kv import declare, seat_state
 from ratoon.runtime.results import ResultLayout, RowResult
 from ratoon.spec.round import Drafted, Round, Verified
@@ -37,7 +44,7 @@ class Launch:
 class Runner:
     """One engine's device side. Not thread-safe."""
 
-    def __init__(self, target: Decoder, drafter: DFlash | None, limits: Limits, device: torch.device, mode: Mode) -> None:
+    def __init__(self, target: Decoder, drafter: DFlash | None, limits: Limits, device: torch.device, mode: Mode, debug: bool = False) -> None:
         self.limits, self.device, self.mode = limits, device, mode
         dtype = target.embed.weight.dtype
         self.table = declare(limits, target.config, drafter.config if drafter else None, dtype, device)
@@ -45,8 +52,18 @@ class Runner:
         draft_cache = self.table["draft_cache"] if drafter else None
         self.round = Round(target, drafter, self.state, self.table["cache"], draft_cache, limits)
         self.layout = ResultLayout.of(limits)
-        self.last_places: Places | None = None
-        self._launched = 0
+        self.stage_ms: Counter[str] = Counter()
+        self._stages = (self._stage_draft, self._stage_verify, self._stage_accept)
+        self._traced: dict[int, Places] = {}
+        self.graphs: GraphSet | None = None
+        if mode in ("graph", "staged"):
+            for name, net in (("target", target), ("drafter", drafter)):
+                if net is not None:
+                    self.table.bind_module(name, net)
+            backend = CudaBackend(device) if device.type == "cuda" else EmulatorBackend()
+            self.graphs = GraphSet(self.table, backend, debug=debug)
+        self.trace = False
+        self.num_launched = 0
 
     # ---- seats ------------------------------------------------------------------------------------------------
 
@@ -94,21 +111,81 @@ class Runner:
                 self._eager(self._ids(seats), shape)
             else:
                 self._padded(seats, shape)
-        launch = Launch(self._launched, tuple(seats), shape)
-        self._launched += 1
+        launch = Launch(self.num_launched, tuple(seats), shape)
+        self.num_launched += 1
         return launch
 
     def _eager(self, seat_R: Tensor, shape: RoundShape) -> None:
+        begun = time.perf_counter()
         drafted = self.round.draft_build(seat_R, shape)
+        built = time.perf_counter()
         verified = self.round.verify(seat_R, drafted.places, shape)
+        seen = time.perf_counter()
         self._accept(seat_R, drafted, verified, shape)
-        self.last_places = drafted.places
+        if self.device.type == "cpu":
+            # On a GPU the host runs ahead of the work, so these would be no stage times.
+            spent = (built - begun, seen - built, time.perf_counter() - seen)
+            for stage, seconds in zip(("draft_build", "verify", "accept_commit"), spent, strict=True):
+                self.stage_ms[f"ms_{stage}"] += 1e3 * seconds  # pyright: ignore[reportArgumentType]
+        self._trace(drafted.places)
+
+    def _trace(self, places: Places) -> None:
+        if self.trace:
+            copies = {field.name: getattr(places, field.name).clone().cpu() for field in fields(Places)}
+            self._traced[self.num_launched] = Places(**copies)
 
     def _padded(self, seats: Sequence[int], shape: RoundShape) -> None:
-        self.table.fill({"round.seat": torch.tensor(list(seats), dtype=torch.int64)}, key=shape, mode=self.mode)
-        for stage in (self._stage_draft, self._stage_verify, self._stage_accept):
+        inputs: dict[str, Tensor | None] = {"round.seat": torch.tensor(list(seats), dtype=torch.int64)}
+        if self.graphs is None:
+            self.table.fill(inputs, key=shape, mode="static")
+            self._run_stages(shape)
+        else:
+            key = self.key_of(shape)
+            self.graphs.fill(key, inputs, mode=self.mode)
+            for part in key.staged() if self.mode == "staged" else (key,):
+                self.graphs.replay(part)
+        self._trace(self._drafted(shape).places)
+
+    def _run_stages(self, shape: RoundShape) -> None:
+        for stage in self._stages:
             stage(shape)
-        self.last_places = self._drafted(shape).places
+
+    # ---- graphs -----------------------------------------------------------------------------------------------
+
+    def key_of(self, shape: RoundShape) -> GraphKey:
+        """The graph key of a padded shape; `nodes` follows from it, so it is no part of the key."""
+        sampler = "greedy" if shape.sampler == "argmax" else "general"
+        return GraphKey(shape.rows, shape.places, shape.block, sampler, self.table.generation)
+
+    def capture(self, shapes: Iterable[RoundShape], progress: Callable[[int, int], None] | None = None) -> None:
+        """Captures the padded shapes, largest first: one graph each in graph mode, three in staged mode."""
+        assert self.graphs is not None, f"mode {self.mode} has no graphs"
+        by_key = {self.key_of(shape): shape for shape in shapes}
+        order = capture_order(by_key)
+        for shape in by_key.values():
+            for name, constant in self.round.constants(shape).items():
+                if name not in self.table:
+                    self.table.bind(name, constant)
+        for number, key in enumerate(order):
+            shape = by_key[key]
+            if self.mode == "graph":
+                self.graphs.capture(key, partial(self._run_stages, shape))
+            else:
+                for part, stage in zip(key.staged(), self._stages, strict=True):
+                    outputs = self.table.names("output") if part.kind == "accept" else ()
+                    self.graphs.capture(part, partial(stage, shape), outputs=outputs)
+            if progress:
+                progress(number + 1, len(order))
+
+    def fit(self, shape: RoundShape) -> RoundShape:
+        """The shape that this mode runs: live as it is in eager mode, else the smallest bucket that holds it."""
+        if self.mode == "eager":
+            return replace(shape, live=True)
+        rows = min(1 << (shape.rows - 1).bit_length(), self.limits.max_rows)
+        per_row = -(-shape.places // shape.rows)
+        places = rows * (1 << (per_row - 1).bit_length())
+        sampler = "argmax" if shape.sampler == "argmax" else "general"
+        return RoundShape(rows, places, shape.block, min(self.limits.max_nodes, places - rows), sampler)
 
     def _stage_draft(self, shape: RoundShape) -> None:
         drafted = self.round.draft_build(self._seats(shape), shape)
@@ -160,6 +237,20 @@ class Runner:
 
     # ---- results ----------------------------------------------------------------------------------------------
 
+    def trees(self, launch: Launch) -> dict[int, tuple[Tree, tuple[int, ...]]]:
+        """Draft tree and accepted path of each seat of a round that was launched while `trace` was set."""
+        places = self._traced.pop(launch.number, None)
+        if places is None:
+            return {}
+        results = self.read(launch)
+        return {seat: _row_tree(places, row, results[row].tokens) for row, seat in enumerate(launch.seats)}
+
+    def close(self) -> None:
+        """Frees graphs, then caches."""
+        self._traced.clear()
+        if self.graphs is not None:
+            teardown([self.graphs])
+
     def read(self, launch: Launch) -> list[RowResult]:
         """Results of a launched round, one per seat; waits for it. Each round is read once, oldest first."""
         place = launch.number % self.layout.places
@@ -167,3 +258,18 @@ class Runner:
         floats = self.table["result.floats"][place].cpu().numpy()
         assert launch.number == ints[0, 0], f"result place {place} holds round {ints[0, 0]}, not {launch.number}"
         return [self.layout.unpack(ints[row], floats[row]) for row in range(len(launch.seats))]
+
+
+def _row_tree(places: Places, row: int, tokens: Sequence[int]) -> tuple[Tree, tuple[int, ...]]:
+    """One row's tree on the host (ranks and scores are not kept) and the nodes that `tokens` followed, root first."""
+    begin, end = places.row_start[row : row + 2].tolist()
+    token, depth = places.token[begin + 1 : end].numpy(), places.depth[begin + 1 : end].numpy()
+    parent = places.parent[begin + 1 : end].numpy() - begin
+    tree = Tree(token, parent, depth, np.zeros_like(token), np.zeros(len(token), dtype=np.float32))
+    path = [0]
+    for drawn in tokens:
+        child = [node for node in range(1, len(token) + 1) if parent[node - 1] == path[-1] and token[node - 1] == drawn]
+        if not child:
+            break
+        path += child
+    return tree, tuple(path)

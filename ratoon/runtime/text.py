@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from tokenizers import Tokenizer as HFTokenizer
 
 from ratoon.models.gguf import open_gguf
-from ratoon.models.weights import load_config
+from ratoon.models.weights import load_config, read_json
 
 Message = Mapping[str, Any]
 _BYTE_FALLBACK = ["Replace", "ByteFallback", "Fuse", "Strip"]
@@ -349,7 +349,7 @@ def _read_tokenizer_json(folder: Path) -> HFTokenizer:
 def _read_chat_settings(folder: Path) -> tuple[str | None, dict[str, str]]:
     """Chat template (chat_template.jinja first) and the named special tokens of tokenizer_config.json."""
     file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    settings = read_json(file) if file.is_file() else {}
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}

@@ -54,7 +54,7 @@ class _SeatForecast:
 class BudgetPolicy:
     """Picks (block, nodes) for the next round from moving averages of each seat's tree masses.
 
-    `buckets` are the pairs whose mass a round reports, in that order. `scale` corrects the drafter's own
+    `buckets` are the pairs whose mass a round reports, in that order: smaller blocks first. `scale` corrects the drafter's own
     probabilities by what was accepted; a probe drafts after `probe_every` plain rounds.
     """
 
@@ -105,9 +105,14 @@ class BudgetPolicy:
             return
         forecast.rounds += 1
         block, _ = bucket
-        for index, (other_block, _) in enumerate(self.buckets):
+        old = dict(zip(self.buckets, forecast.mass, strict=True))
+        for index, (other_block, nodes) in enumerate(self.buckets):
             if other_block <= block:
                 forecast.mass[index] += self.rate * (mass[index] - forecast.mass[index])
+            elif old.get((block, nodes)):
+                # Depths that this block cannot see are taken to rise and fall with those it can.
+                seen = self.buckets.index((block, nodes))
+                forecast.mass[index] *= forecast.mass[seen] / old[block, nodes]
         expected = mass[self.buckets.index(bucket)] if bucket in self.buckets else 0.0
         if expected > 0:
             # Slow: one round's accepted count is noise around its expectation.

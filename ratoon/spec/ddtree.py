@@ -12,8 +12,8 @@ import numpy as np
 
 from ratoon.core.tree import Tree
 
-# (minus the score, depth, rank, parent): the order of the heap is the order of the nodes.
-_Candidate = tuple[float, int, int, int]
+# (not forced, minus the score, depth, rank, parent): the order of the heap is the order of the nodes.
+_Candidate = tuple[bool, float, int, int, int]
 
 
 def rank_candidates(logits_LV: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -44,13 +44,13 @@ def build_tree(logprob_LK: np.ndarray, token_LK: np.ndarray, budget: int, topk_c
     if topk_cap:
         logprob_LK = logprob_LK[:, :topk_cap]
     nodes = _pick(logprob_LK, budget, spine)
-    depth, rank, parent = (np.array([node[column] for node in nodes], dtype=np.int64) for column in (1, 2, 3))
+    depth, rank, parent = (np.array([node[column] for node in nodes], dtype=np.int64) for column in (2, 3, 4))
     return Tree(
         token=np.asarray(token_LK, dtype=np.int64)[depth - 1, rank],
         parent=parent,
         depth=depth,
         rank=rank,
-        score=np.array([-node[0] for node in nodes], dtype=np.float32),
+        score=np.array([-node[1] for node in nodes], dtype=np.float32),
     )
 
 
@@ -63,29 +63,19 @@ def _pick(logprob_LK: np.ndarray, budget: int, spine: int) -> list[_Candidate]:
             return
         score = scores[parent] + logprob_LK[depth - 1, rank]
         if score > -np.inf:
-            heapq.heappush(heap, (-float(score), depth, rank, parent))
+            # Node j of a forced spine has depth j and parent j - 1.
+            forced = rank == 0 and parent == depth - 1 and depth <= spine
+            heapq.heappush(heap, (not forced, -float(score), depth, rank, parent))
 
     nodes: list[_Candidate] = []
     offer(1, 0, 0)
     while heap and len(nodes) < budget:
-        node = _next(heap, len(nodes), spine)
-        nodes.append(node)
-        minus_score, depth, rank, parent = node
+        nodes.append(heapq.heappop(heap))
+        _, minus_score, depth, rank, parent = nodes[-1]
         scores.append(np.float32(-minus_score))
         offer(depth, rank + 1, parent)
         offer(depth + 1, 0, len(nodes))
     return nodes
-
-
-def _next(heap: list[_Candidate], num_nodes: int, spine: int) -> _Candidate:
-    """The best candidate, or the next node of a forced spine (its depth is its number, its parent one less)."""
-    if num_nodes < spine:
-        for node in heap:
-            if node[1:] == (num_nodes + 1, 0, num_nodes):
-                heap.remove(node)
-                heapq.heapify(heap)
-                return node
-    return heapq.heappop(heap)
 
 
 def expected_tau(tree: Tree) -> float:

@@ -8,7 +8,7 @@ R: rows, T: places, B: block, L: drafted depths, M: nodes, D: L + 1 path places,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ratoon.models.decoder import Decoder
 from ratoon.models.dflash import DFlash, visible
 from ratoon.ops.attention import Layout, additive, block_layout, move, packed_layout, slots, tree_mask
 from ratoon.ops.sample import Draw, count_tokens, sample_places
-from ratoon.ops.tree import Places, TreeBatch, build_trees, no_trees, pack, rank_candidates, share_places, walk
+from ratoon.ops.tree import Places, TreeBatch, build_trees, frontier, no_trees, pack, rank_candidates, share_places, walk
 from ratoon.spec.paged import PagedAttend
 from ratoon.spec.state import Limits, RoundShape, SeatState
 
@@ -284,6 +284,20 @@ class Round:
         state.anchor_S.index_copy_(0, seat_R, anchor_R)
         state.done_S.index_copy_(0, seat_R, result.done_R)
         state.round_number.add_(1)
+
+    def constants(self, shape: RoundShape) -> dict[str, Tensor]:
+        """Index tables that a round of this shape reads; made here, so that no capture makes them."""
+        depths = self._depths(shape.block)
+        ranks = min(self.limits.max_ranks, shape.nodes, self.target.config.vocab_size)
+        if not min(depths, shape.nodes):
+            return {}
+        tables = frontier(shape.nodes, depths, ranks, self.state.start_S.device)
+        named = {field.name: getattr(tables, field.name) for field in fields(tables)}
+        return {
+            f"frontier.{shape.nodes}x{depths}x{ranks}.{name}": value
+            for name, value in named.items()
+            if isinstance(value, Tensor)
+        }
 
     def _depths(self, block: int) -> int:
         """Deepest node that a block of this length can draft."""

@@ -155,21 +155,40 @@ class Seed:
     temperature: float
 
 
-def write_heads(target: Decoder, tokenizer: Encoder, count: int, rows: int, seed: int, minutes: float = 1.0) -> list[str]:
-    """Function heads that the target samples: its first `def` line and what stands above it, docstring opened."""
-    rng = np.random.default_rng(seed)
-    openings = [str(opening) for opening in rng.choice(CODE_OPENINGS, 2 * count)]
-    seeds = iter(
-        Seed("head", tuple(ids), (), len(ids), 0, 1.0)
-        for ids in (tokenizer.encode(text, add_special=False) for text in openings)
-    )
-    raw = write_corpus(target, tokenizer, seeds, seconds=60 * minutes, rows=rows, row_len=64, seed=seed, min_answer=4)
-    heads = set()
-    for index in range(len(raw)):
-        found = re.match(r"\s*(?:(?:from|import) .*\n|\n)*def [A-Za-z_]\w*\([^\n]*\)[^\n]*:(?=\n)", tokenizer.decode(raw.sample(index)[0].tolist()))
+HEAD = re.compile(r"\s*(?:(?:from|import) .*\n|\n)*def ([A-Za-z_]\w*)\([^\n]*\)[^\n]*:(?=\n)")
+
+
+def write_heads(
+    target: Decoder, tokenizer: Encoder, count: int, rows: int, seed: int, seconds: float = 30.0
+) -> list[str]:
+    """Openings of documented functions, all sampled from the target: its first `def` line and what stands above it,
+    the docstring opened; and as many again where a first docstring line and a call as example are there too."""
+    openings = [str(opening) for opening in np.random.default_rng(seed).choice(CODE_OPENINGS, 2 * count)]
+    heads = {}
+    for text in _sampled(target, tokenizer, openings, rows, 64, seed, seconds):
+        found = HEAD.match(text)
         if found:
-            heads.add(found[0] + f"\n    {QUOTES}")
-    return sorted(heads)[:count]
+            heads[found[0] + f"\n    {QUOTES}"] = found[1]
+    examples = set()
+    for text in _sampled(target, tokenizer, list(heads)[:count], rows, 112, seed + 1, seconds):
+        found = HEAD.match(text)
+        body = text[found.end() :].lstrip().removeprefix(QUOTES) if found else ""
+        line = body.split(QUOTES)[0].strip().split("\n")[0]
+        if found and len(line) > 15:
+            name = found[1]
+            examples.add(f"{found[0]}\n    {QUOTES} {line}\n    >>> {name}(")
+            examples.add(f"{found[0]}\n    {QUOTES}\n    {line}\n    >>> {name}(")
+    return sorted(heads)[:count] + sorted(examples)[:count]
+
+
+def _sampled(
+    target: Decoder, tokenizer: Encoder, openings: Sequence[str], rows: int, row_len: int, seed: int, seconds: float
+) -> list[str]:
+    """The target's continuations of the openings at temperature 1, as text."""
+    encoded = [tuple(tokenizer.encode(text, add_special=False)) for text in openings]
+    seeds = iter(Seed("head", ids, (), len(ids), 0, 1.0) for ids in encoded if len(ids) + Writer.SUFFIX < row_len)
+    raw = write_corpus(target, tokenizer, seeds, seconds=seconds, rows=rows, row_len=row_len, seed=seed, min_answer=4)
+    return [tokenizer.decode(raw.sample(index)[0].tolist()) for index in range(len(raw))]
 
 
 def self_asked(
@@ -380,6 +399,7 @@ class Writer:
 class Harvest:
     """Finished samples and what became of the rest."""
 
+    cut_loops: bool = True
     samples: list[tuple[np.ndarray, int]] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -399,7 +419,7 @@ class Harvest:
         loop = loop_start(ids[prompt_len:])
         if loop is not None:
             self.kinds["looping"] += 1
-            if len(self.samples) % 2:
+            if self.cut_loops and len(self.samples) % 2:
                 ids = ids[: prompt_len + loop + 48]
                 self.dropped["loop tails"] += 1
         self.samples.append((ids, prompt_len))
@@ -480,15 +500,16 @@ def write_corpus(
     max_tokens: int | None = None,
     min_answer: int = 8,
     poll: int = 32,
+    cut_loops: bool = True,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> Corpus:
     """Lets the target write for `seconds` (or to `max_tokens`, or until the seeds end), rows refilled as they finish.
 
-    The returned notes hold counts by kind, what was dropped, seed, time and speed.
+    `cut_loops` shortens every second text that loops. The returned notes hold counts by kind, what was dropped, seed, time and speed.
     """
     torch.manual_seed(seed)
     writer = Writer(target, rows, row_len, quote_table(tokenizer, target.config.vocab_size), tokenizer.eos_ids)
-    desk, harvest, steps, begun = _Desk(writer, seeds), Harvest(), 0, time.monotonic()
+    desk, harvest, steps, begun = _Desk(writer, seeds), Harvest(cut_loops), 0, time.monotonic()
     desk.draw()
     while True:
         empty = np.flatnonzero(writer.done.cpu().numpy()).tolist()

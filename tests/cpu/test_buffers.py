@@ -3,6 +3,8 @@
 # Never: needs a graph.
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -209,6 +211,21 @@ def test_bound_modules_are_followed_to_where_their_parameters_are() -> None:
     assert table.moved(before) == ["net.1.weight"]
     with pytest.raises(ContractError, match=r"'net.1.weight' was captured at"):
         table.check_addresses(KEY, before)
+
+
+def test_bound_fields_are_declared_once_and_kept_alive() -> None:
+    @dataclass
+    class Constants:
+        ramp: Tensor
+        width: int
+
+    table, constants = make_table(), Constants(torch.arange(3), 3)
+    table.bind_fields("tree", constants)
+    table.bind_fields("tree", constants)
+    assert table.names("weight") == ("tree.ramp",)
+    alive = weakref.ref(constants.ramp)
+    del constants
+    assert alive() is not None and table["tree.ramp"].tolist() == [0, 1, 2]
 
 
 def test_state_and_page_zero_parts() -> None:

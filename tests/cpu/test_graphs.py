@@ -173,7 +173,8 @@ def test_keys_print_order_and_validate() -> None:
     assert replace(key, kind="prefill").family.kind == "prefill"
     small, wide, tall = GraphKey(1, 8, 4), GraphKey(1, 64, 4), GraphKey(8, 8, 4)
     assert capture_order([small, tall, wide]) == [wide, tall, small]
-    for change in ({"rows": 0}, {"places": 0}, {"block": -1}, {"kind": "decode"}, {"sampler": "beam"}):
+    assert "block=4 nodes=7 greedy" in str(replace(small, nodes=7))
+    for change in ({"rows": 0}, {"places": 0}, {"block": -1}, {"nodes": -1}, {"kind": "decode"}, {"sampler": "beam"}):
         with pytest.raises(ValueError, match="graph key"):
             replace(key, **change)
 
@@ -337,6 +338,23 @@ def test_fault_warm_up_that_writes_a_real_seat_or_page(toy: Toy) -> None:
     graphs.capture(key, harmful("cache", 1, 0.0))
 
 
+@pytest.mark.parametrize("debug", [True, False])
+def test_counters_that_no_seat_owns_are_put_back_after_warm_up(toy: Toy, debug: bool) -> None:
+    toy.table = BufferTable(
+        [
+            BufferSpec("x", (2,), torch.float32, "input"),
+            BufferSpec("rounds", (1,), torch.int64, "state", dummy_len=0),
+        ],
+        toy.device,
+    )
+    graphs, key = toy.graphs(debug), toy.key()
+    graphs.capture(key, lambda: toy.table["rounds"].add_(1), warmups=2)
+    assert toy.table["rounds"].tolist() == [0]
+    graphs.fill(key, {"x": torch.zeros(1)})
+    graphs.replay(key)
+    assert toy.table["rounds"].tolist() == [1]
+
+
 def test_capture_runs_on_padding_and_prepared_inputs_only(toy: Toy) -> None:
     seen: list[list[int]] = []
 
@@ -465,6 +483,18 @@ def test_fault_scratch_is_read_before_it_is_written(toy: Toy) -> None:
         toy.birth(graphs)
 
 
+def test_fault_page_zero_made_nan_by_a_replay(toy: Toy) -> None:
+    graphs, key = toy.graphs(debug=False), toy.key()
+
+    def fn() -> None:
+        toy.round(key)
+        toy.table["cache"][0] = toy.table["cache"][2 * PAGE :].sum(0)  # a dead slot's K/V copied by padding
+
+    graphs.capture(key, fn)
+    with pytest.raises(BirthError, match=r"case 'changed', poison nan: page 0 of 'cache' holds a NaN"):
+        birth_test(graphs, key, fn, toy.cases(graphs))
+
+
 def test_fault_tail_that_the_fill_leaves_stale(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fill that only writes the live prefix leaves poison, or yesterday's rows, in the padding."""
     graphs, table = toy.capture(), toy.table
@@ -508,9 +538,12 @@ def test_birth_test_needs_its_cases_and_scrubs_after_a_failure(toy: Toy) -> None
 
 def test_teardown_in_order_and_nothing_after_it(toy: Toy) -> None:
     graphs, log = toy.capture(), []
-    release, reset = graphs.backend.release, graphs.backend.reset
-    graphs.backend.release = lambda graph: (log.append("graph"), release(graph)) and None  # type: ignore[method-assign]
-    graphs.backend.reset = lambda: (log.append("pool"), reset()) and None  # type: ignore[method-assign]
+
+    def logged(name: str, fn: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: log.append(name) or fn(*args)
+
+    graphs.backend.release = logged("graph", graphs.backend.release)  # type: ignore[method-assign]
+    graphs.backend.reset = logged("pool", graphs.backend.reset)  # type: ignore[method-assign]
     teardown([graphs], lambda: log.append("caches"), lambda: log.append("groups"))
     assert log == ["graph", "pool", "caches", "groups"] and graphs.closed
     for call in (lambda: graphs.replay(toy.key()), lambda: graphs.capture(toy.key(), lambda: None)):

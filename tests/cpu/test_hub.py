@@ -21,9 +21,7 @@ import pytest
 from ratoon.core import settings
 from ratoon.models import hub, wheel
 from ratoon.models.wheel import FetchError, WheelFile
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import COMMIT, HubServer
+from tests.cpu.hub_server import COMMIT, HubServer
 
 REPO = "acme/tiny"
 WEIGHTS = os.urandom(300_000)

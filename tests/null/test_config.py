@@ -64,7 +64,8 @@ def test_qwen2_has_qkv_bias_and_qwen3_has_head_norms_and_its_own_head_dim() -> N
 
 
 def test_absent_kv_heads_mean_one_per_query_head_and_absent_tie_means_own_head() -> None:
-    config = ModelConfig.from_hf({k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "tie_word_embeddings")})
+    absent = ("num_key_value_heads", "tie_word_embeddings")
+    config = ModelConfig.from_hf({key: value for key, value in LLAMA.items() if key not in absent})
     assert (config.num_kv_heads, config.tie_embeddings) == (9, False)
 
 
@@ -132,7 +133,9 @@ def test_unknown_architecture_lists_what_is_supported(names: list[str] | None) -
     assert names is None or not names or names[0] in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "rms_norm_eps", "vocab_size", "max_position_embeddings"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "rms_norm_eps", "vocab_size", "max_position_embeddings"]
+)
 def test_a_missing_key_is_named(key: str) -> None:
     with pytest.raises(ValueError, match=f"no '{key}'"):
         ModelConfig.from_hf({k: v for k, v in LLAMA.items() if k != key})

@@ -1,0 +1,81 @@
+# Owns: measuring what a bucket costs on this machine.
+# Promises: runs on the dummy seat alone; median of a few runs after a warm-up.
+# Never: decides.
+"""The start-up cost table of the budget policy (METHOD section 4, first version: short context)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ratoon.ops.tree import TreeBatch, no_trees, pack
+from ratoon.spec.budget import CostTable, Curve
+from ratoon.spec.round import Round
+from ratoon.spec.state import RoundShape
+
+VERIFY_PLACES = (1, 4, 8, 16, 24, 32, 64)
+DRAFT_ROWS = (1, 4)
+
+
+def measure_costs(round_: Round, blocks: Sequence[int], nodes: int, device: torch.device, repeats: int = 3) -> CostTable:
+    """Milliseconds of draft + build by rows for each block, and of verify + accept + commit by places."""
+    rows = [count for count in DRAFT_ROWS if count <= round_.limits.max_rows]
+    places = [count for count in VERIFY_PLACES if count <= max(nodes + 1, 4)]
+    with torch.inference_mode():
+        draft = {
+            block: Curve(tuple(rows), tuple(_median_ms(_draft(round_, n, block, nodes), device, repeats) for n in rows))
+            for block in blocks
+        }
+        verify = tuple(_median_ms(_verify(round_, count), device, repeats) for count in places)
+    return CostTable(draft, Curve(tuple(places), verify))
+
+
+def _median_ms(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - begun))
+    return statistics.median(times[1:])
+
+
+def _draft(round_: Round, rows: int, block: int, nodes: int) -> Callable[[], object]:
+    seat_R = torch.zeros(rows, dtype=torch.int64, device=round_.state.start_S.device)
+    shape = RoundShape(rows, rows * (nodes + 1), block, nodes, "argmax", live=True)
+    return lambda: round_.draft_build(seat_R, shape)
+
+
+def _verify(round_: Round, places: int) -> Callable[[], object]:
+    seat_R = torch.zeros(1, dtype=torch.int64, device=round_.state.start_S.device)
+    nodes = places - 1
+    block = round_.drafter.config.block_size if round_.drafter and nodes else 0
+    shape = RoundShape(1, places, block, nodes, "argmax", live=True)
+    tree = _chain(nodes, seat_R) if nodes else no_trees(1, 0, seat_R.device)
+    packed = pack(tree, tree.num_nodes, seat_R, places)
+
+    def run() -> None:
+        verified = round_.verify(seat_R, packed, shape)
+        round_.accept_commit(seat_R, packed, verified, shape)
+
+    return run
+
+
+def _chain(nodes: int, like: Tensor) -> TreeBatch:
+    """A two-deep bush: node 1 below the root, the others below node 1; its shape does not change the cost."""
+    number = torch.arange(nodes, device=like.device).unsqueeze(0)
+    first = number == 0
+    return TreeBatch(
+        token=number,
+        parent=torch.where(first, 0, 1),
+        depth=torch.where(first, 1, 2),
+        rank=torch.zeros_like(number),
+        score=torch.zeros_like(number, dtype=torch.float32),
+        num_nodes=torch.full_like(like, nodes),
+        depth_limit=2,
+    )

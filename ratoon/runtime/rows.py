@@ -1,0 +1,120 @@
+# Owns: one request from its prompt to its output: tokens, text, stop strings, what each round reported.
+# Promises: text and tokens end exactly at a stop, whatever a round brought beyond it; partial characters wait.
+# Never: touches the device or another request.
+"""Requests in the engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from ratoon.core.request import FinishReason, RequestOutput, SamplingParams
+from ratoon.runtime.results import RowResult
+from ratoon.runtime.text import Detokenizer, Tokenizer
+
+
+@dataclass
+class Row:
+    """A request's life. `seat` and `pages` are set while it is admitted."""
+
+    index: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+    budget: int
+    topk_cap: int
+    is_auto: bool
+    tokenizer: Tokenizer
+    submitted: float
+    seat: int = 0
+    pages: list[int] = field(default_factory=list)
+    last_launch: int = -1
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    _detokenizer: Detokenizer = field(init=False)
+    _results: list[RowResult] = field(default_factory=list)
+    _sent: int = 0
+    _first: float = 0.0
+    _last: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._detokenizer = Detokenizer(self.tokenizer)
+
+    def take(self, result: RowResult) -> list[int]:
+        """Adds a round's tokens up to the first stop; returns those added. A finished row takes nothing."""
+        if self.finish_reason is not None or not (result.tokens or result.done):
+            return []
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        before = len(self.tokens)
+        for token in result.tokens:
+            self.tokens.append(token)
+            self.text += self._detokenizer.put([token])
+            if self._cut_at_stop_string():
+                break
+        if result.tokens:
+            self._results.append(result)
+        if self.finish_reason is None and result.done:
+            stopped = bool(self.tokens) and self.tokens[-1] in self.stop_ids
+            self._finish("stop" if stopped else "length")
+        return self.tokens[before:]
+
+    def _cut_at_stop_string(self) -> bool:
+        hits = [at for at in (self.text.find(stop) for stop in self.params.stop) if at >= 0]
+        if not hits:
+            return False
+        self.text = self.text[: min(hits)]
+        self.finish_reason = "stop"
+        return True
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.text += self._detokenizer.finish()
+        self._cut_at_stop_string()
+        self.finish_reason = self.finish_reason or reason
+
+    def abort(self) -> None:
+        """Ends the request where it is."""
+        if self.finish_reason is None:
+            self.text += self._detokenizer.finish()
+            self.finish_reason = "abort"
+
+    def new_text(self) -> str:
+        """Text that can no longer change: all of it once finished, else without what may begin a stop string."""
+        end = len(self.text)
+        if self.finish_reason is None:
+            end -= max((_overlap(self.text, stop) for stop in self.params.stop), default=0)
+        new, self._sent = self.text[self._sent : end], max(self._sent, end)
+        return new
+
+    def output(self) -> RequestOutput:
+        """Everything about the finished request."""
+        assert self.finish_reason is not None, "the request is not finished"
+        kept = len(self.tokens)
+
+        def column(name: str) -> tuple:
+            return tuple(value for result in self._results for value in getattr(result, name))[:kept]
+
+        return RequestOutput(
+            prompt_token_ids=self.prompt,
+            token_ids=tuple(self.tokens),
+            text=self.text,
+            finish_reason=self.finish_reason,
+            rounds=len(self._results),
+            accepted=tuple(result.accepted for result in self._results),
+            gaps=column("gaps"),
+            runner_ups=column("runner_ups"),
+            top_logits=column("top_logits"),
+            edge_gaps=column("edge_gaps"),
+            edge_tokens=column("edge_tokens"),
+            ttft_s=max(self._first - self.submitted, 0.0),
+            decode_s=self._last - self._first,
+        )
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

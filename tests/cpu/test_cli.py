@@ -1,0 +1,330 @@
+# Owns: tests of what the commands do with their options, their errors and their exit codes.
+# Promises: each runs the real command line over a fake engine, or a real child process.
+# Never: loads a model.
+"""cli.py."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ratoon.cli import app
+from tests.cpu import fake_engine
+from tests.cpu.fake_engine import WORDS, FakeEngine
+from tests.cpu.hub_server import HubServer
+
+TEXT = " ".join(WORDS)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
+    return fake_engine.install(monkeypatch)
+
+
+def ratoon(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=stdin, catch_exceptions=False)
+
+
+def in_a_child(
+    *arguments: str, stdin: bytes = b"", environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "ratoon.cli", *arguments]
+    variables = {**os.environ, **(environment or {})}
+    return subprocess.run(command, input=stdin, capture_output=True, env=variables, check=False)
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+
+def test_generate_streams_the_answer(engines: type[FakeEngine]) -> None:
+    result = ratoon("generate", "hello there")
+    assert result.exit_code == 0 and result.stdout == TEXT + " \n"
+    [engine] = engines.made
+    assert engine.closed and engine.model == "smollm2"
+    assert engine.calls[0][0] == [[901]], "through the chat template"
+
+
+def test_generate_passes_every_option_on(engines: type[FakeEngine]) -> None:
+    options = "--model m --drafter d --method chain --budget 7 --topk-cap 4 --dtype float32 --device cpu --mode static"
+    options += " --max-model-len 99 --temperature 0.5 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1"
+    options += " --presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 3=-1.5 --logit-bias 4=2 --seed 9"
+    options += " --stop END --stop STOP --max-tokens 6 --ignore-eos --raw"
+    ratoon("generate", "hello there", *options.split())
+    [engine] = engines.made
+    assert engine.model == "m"
+    assert engine.settings == {
+        "drafter": "d",
+        "method": "chain",
+        "budget": 7,
+        "topk_cap": 4,
+        "dtype": "float32",
+        "device": "cpu",
+        "mode": "static",
+        "max_rows": 1,
+        "max_model_len": 99,
+    }
+    [(prompts, params)] = engine.calls
+    assert prompts == [[900, 0, 1]], "raw"
+    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.seed) == (0.5, 5, 0.9, 0.1, 9)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.2, 0.3)
+    assert dict(params.logit_bias) == {3: -1.5, 4: 2.0}
+    assert (params.stop, params.max_tokens, params.ignore_eos) == (("END", "STOP"), 6, True)
+
+
+def test_generate_reads_standard_input(engines: type[FakeEngine]) -> None:
+    ratoon("generate", "-", "--raw", stdin="one two three")
+    assert engines.made[0].calls[0][0] == [[900, 0, 1, 2]]
+
+
+def test_generate_without_a_template_takes_the_text_alone(
+    engines: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_engine.FakeTokenizer, "chat_template", None)
+    ratoon("generate", "hello there")
+    assert engines.made[0].calls[0][0] == [[900, 0, 1]]
+
+
+def test_show_tree_draws_each_round_and_then_the_text(engines: type[FakeEngine]) -> None:
+    shown = ratoon("generate", "hi", "--show-tree", "--max-tokens", "3").stdout
+    assert "┡━" in shown or "┗━" in shown, "the accepted path in heavy strokes"
+    assert shown.rstrip().endswith(" ".join(WORDS[:3]))
+
+
+def test_stats_go_to_stderr(engines: type[FakeEngine]) -> None:
+    result = ratoon("generate", "hi", "--stats")
+    assert "tau 2.75" in result.stderr and "smollm2 with auto" in result.stderr
+    assert result.stdout == TEXT + " \n"
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", ""], "error: the prompt is empty"),
+        (["generate", "x", "--budget", "-1"], "error: --budget must be 'auto' or a whole number from 0"),
+        (["generate", "x", "--budget", "many"], "error: --budget must be 'auto' or a whole number from 0"),
+        (["generate", "x", "--logit-bias", "a=b"], "error: --logit-bias must be ID=BIAS"),
+        (["generate", "x", "--top-p", "2"], "error: top_p must be a number, from 0 to 1"),
+        (["generate", "x", "--max-tokens", "0"], "error: max_tokens must be"),
+        (["bench", "--methods", "ar,beam"], "error: --methods takes ar, chain, tree"),
+        (["bench", "--budgets", "8,-2"], "error: --budgets (beside auto) takes numbers from 0"),
+        (["bench", "--concurrency", "0"], "error: --concurrency takes numbers from 1"),
+        (["bench", "--repeats", "0"], "error: --repeats must be at least 1"),
+        (["bench", "--prompts", "nowhere.jsonl"], "error: prompts 'nowhere.jsonl': no such file"),
+        (["pull", "not an id"], "error: 'not an id' is neither 'smollm2' nor a hub id"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(engines: type[FakeEngine], arguments: list[str], message: str) -> None:
+    result = ratoon(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
+    assert all(engine.closed for engine in engines.made)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("the prompt has 9 tokens,\n the context 8"), 2, "error: the prompt has 9 tokens, the context 8"),
+        (FileNotFoundError(2, "No such file or directory", "/x"), 2, "error: No such file or directory: /x"),
+        (OSError("the line broke"), 1, "error: the line broke"),
+        (RuntimeError("out of memory"), 1, "error: out of memory"),
+        (KeyboardInterrupt(), 130, "\ninterrupted"),
+    ],
+)
+def test_what_an_engine_raises_becomes_a_line_and_a_code(
+    engines: type[FakeEngine], error: BaseException, code: int, line: str
+) -> None:
+    def fail(ids: list[int]) -> None:
+        raise error
+
+    engines.behaviour = staticmethod(fail)
+    result = ratoon("generate", "hi")
+    assert (result.exit_code, result.stderr) == (code, line + "\n")
+    assert engines.made[0].closed
+
+
+def test_a_bug_keeps_its_traceback(engines: type[FakeEngine]) -> None:
+    def fail(ids: list[int]) -> None:
+        raise AssertionError("an invariant")
+
+    engines.behaviour = staticmethod(fail)
+    with pytest.raises(AssertionError):
+        ratoon("generate", "hi")
+
+
+def test_ratoon_traceback_shows_where_an_error_comes_from(
+    engines: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RATOON_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="prompt is empty"):
+        ratoon("generate", "")
+
+
+@pytest.mark.parametrize("where", ["argument", "stdin"])
+def test_a_prompt_that_is_not_utf8_is_refused(where: str) -> None:
+    bad = b"caf\xe9"
+    if where == "argument":
+        command = [os.fsencode(sys.executable), b"-m", b"ratoon.cli", b"generate", bad]
+        done = subprocess.run(command, capture_output=True, check=False)
+    else:
+        done = in_a_child("generate", "-", stdin=bad)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: the") and b"not UTF-8" in done.stderr and done.stderr.count(b"\n") == 1
+
+
+def test_missing_models_are_named() -> None:
+    done = in_a_child("generate", "hi", "--model", "./nowhere.gguf")
+    assert done.returncode == 2 and done.stderr.startswith(b"error: model './nowhere.gguf' is not there")
+
+
+# -- pull -------------------------------------------------------------------------------------------------------------
+
+
+def test_pull_fetches_from_the_hub_that_hf_endpoint_names(tmp_path: Path) -> None:
+    server = HubServer("acme/tiny", {"config.json": b"{}", "model.safetensors": b"w" * 5000})
+    try:
+        settings = {"HF_ENDPOINT": server.url, "RATOON_CACHE": str(tmp_path)}
+        done = in_a_child("pull", "acme/tiny", environment=settings)
+        again = in_a_child("pull", "acme/absent", environment=settings)
+    finally:
+        server.close()
+    path = Path(done.stdout.decode().strip())
+    assert done.returncode == 0, done.stderr
+    assert path.is_relative_to(tmp_path) and (path / "model.safetensors").read_bytes() == b"w" * 5000
+    assert again.returncode == 1 and b"has no model 'acme/absent'" in again.stderr
+
+
+# -- chat -------------------------------------------------------------------------------------------------------------
+
+
+def test_chat_remembers_forgets_and_leaves(engines: type[FakeEngine]) -> None:
+    result = ratoon("chat", "--system", "be brief", stdin="hello\n\nand now\n/reset\nagain\n/exit\nnever\n")
+    assert result.exit_code == 0
+    lengths = [len(prompts[0]) for prompts, _ in engines.made[0].calls]
+    assert lengths == [2, 4, 2], "system and question; then with the answer between; then afresh"
+    assert engines.made[0].closed
+
+
+def test_ctrl_c_cuts_an_answer_and_the_talk_goes_on(engines: type[FakeEngine]) -> None:
+    seen: list[list[int]] = []
+
+    def interrupt_first(ids: list[int]) -> None:
+        seen.append(ids)
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+
+    engines.behaviour = staticmethod(interrupt_first)
+    result = ratoon("chat", stdin="hello\nagain\n")
+    assert result.exit_code == 0 and "cut short" in result.stdout
+    assert [len(ids) for ids in seen] == [1, 1], "the cut turn is forgotten"
+
+
+# -- demo and bench ---------------------------------------------------------------------------------------------------
+
+
+def result_records(stdout: str) -> list[dict]:
+    last = stdout.strip().splitlines()[-1]
+    assert last.startswith("RESULT ")
+    return json.loads(last.removeprefix("RESULT "))["records"]
+
+
+def test_demo_ends_with_one_record_per_method(engines: type[FakeEngine]) -> None:
+    result = ratoon("demo", "--max-tokens", "9")
+    assert result.exit_code == 0
+    records = result_records(result.stdout)
+    assert [r["method"] for r in records] == ["ar", "chain", "tree"]
+    assert all(r["prompts"] == 3 and r["identical_prompts"] == 3 and r["output_tokens"] == 27 for r in records)
+    assert [r["tau"] for r in records] == [1.0, 3.0, 3.0]
+    assert [engine.settings["drafter"] for engine in engines.made] == ["none", "auto"]
+    assert engines.made[1].settings["dtype"] == "float32", "both on what the first one chose"
+    assert all(engine.closed for engine in engines.made)
+    assert "draft tree" in result.stdout and "━" in result.stdout
+
+
+FIELDS = """model drafter method budget topk_cap concurrency mode dtype device prompts output_tokens tok_s speedup_vs_ar
+tau accept_per_position identical_prompts near_tie_prompts mismatched_prompts ms_draft ms_build ms_verify ms_accept
+ms_commit ms_draft_build ms_accept_commit ttft_ms fallbacks git_commit versions""".split()  # noqa: SIM905
+
+
+def test_bench_writes_one_record_a_line(engines: type[FakeEngine], tmp_path: Path) -> None:
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "one two"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
+    arguments = "--methods tree,ar,chain --budgets 3,auto --topk-caps 4,8 --max-tokens 6"
+    result = ratoon("bench", "--prompts", str(prompts), "--json", str(out), *arguments.split())
+    assert result.exit_code == 0, result.stderr
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    cells = [(r["method"], r["budget"], r["topk_cap"]) for r in records]
+    assert cells == [
+        ("ar", 0, None),
+        ("chain", 3, None),
+        ("chain", "auto", None),
+        ("tree", 3, 4),
+        ("tree", 3, 8),
+        ("tree", "auto", 4),
+        ("tree", "auto", 8),
+    ]
+    for row in records:
+        assert set(FIELDS) <= set(row)
+        assert row["ms_verify"] == 2.0 and row["ms_draft"] is None, "what a mode cannot tell is null"
+        assert (row["identical_prompts"], row["mismatched_prompts"]) == (2, 0)
+    assert records[0]["drafter"] is None and records[0]["accept_per_position"] == []
+    assert records[1]["accept_per_position"] == [1.0, 1.0]
+    timed = [params for _, params in engines.made[1].calls if params.max_tokens == 6]
+    assert {(p.method, p.budget, p.topk_cap) for p in timed} == {
+        ("chain", 3, None),
+        ("chain", None, None),
+        *(("tree", budget, cap) for budget in (3, None) for cap in (4, 8)),
+    }
+
+
+def test_bench_counts_what_differs(engines: type[FakeEngine], tmp_path: Path) -> None:
+    engines.wrong_token = 2
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one two"}\n')
+    ratoon("bench", "--prompts", str(tmp_path / "p.jsonl"), "--methods", "ar,tree", "--json", str(tmp_path / "o"))
+    plain, tree = (json.loads(line) for line in (tmp_path / "o").read_text().splitlines())
+    assert plain["mismatched_prompts"] == 0
+    assert (tree["identical_prompts"], tree["near_tie_prompts"], tree["mismatched_prompts"]) == (0, 0, 1)
+
+
+def test_bench_without_ar_compares_nothing(engines: type[FakeEngine], tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one two"}\n')
+    result = ratoon("bench", "--prompts", str(tmp_path / "p.jsonl"), "--methods", "tree", "--json", "-")
+    row = json.loads(result.stdout)
+    assert row["speedup_vs_ar"] is None and row["identical_prompts"] is None
+    assert "tau" in result.stderr, "the table leaves standard output to the records"
+
+
+def test_each_graphs_choice_is_a_mode(engines: type[FakeEngine], tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one two"}\n')
+    options = "--methods tree --graphs on,off,auto --concurrency 2"
+    ratoon("bench", "--prompts", str(tmp_path / "p.jsonl"), *options.split())
+    assert [e.settings["mode"] for e in engines.made] == ["graph", "eager", "auto"]
+    assert {e.settings["max_rows"] for e in engines.made} == {2}
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    script = "import sys; from ratoon import cli\n@cli.app.command()\n@cli.command\ndef flood() -> None:\n"
+    script += "    [print('x' * 1000) for _ in range(1000)]\ncli.main()"
+    child = subprocess.Popen([sys.executable, "-c", script, "flood"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout and child.stderr
+    child.stdout.close()
+    assert child.wait(timeout=20) == 1
+    assert io.TextIOWrapper(child.stderr).read() == ""
+
+
+def test_version() -> None:
+    from ratoon import __version__
+
+    assert in_a_child("--version").stdout.decode().strip() == f"ratoon {__version__}"
