@@ -49,7 +49,7 @@ help:
 demo: $(MODEL)
 	@$(BIN)/ratoon demo
 
-test: $(READY_TEST) $(MODEL) lint
+test: $(MODEL) $(READY_TEST) lint
 	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q tests/null tests/cpu
 
 lint: $(READY_TEST)
@@ -82,11 +82,11 @@ endef
 
 EXTRAS := dev,bench
 $(READY_TEST): $(READY)
-	$(call step,[test] test tools,$(PIP) install -c constraints.txt '$(TORCH)' -e '.[$(EXTRAS)]')
+	$(call step,[+] test tools,$(PIP) install -c constraints.txt '$(TORCH)' -e '.[$(EXTRAS)]')
 	@touch $@
 
 $(MODEL): $(READY)
-	$(call step,[4/4] SmolLM2-135M-Instruct (98 MB),$(BIN)/ratoon pull smollm2)
+	$(call step,[4/4] SmolLM2-135M-Instruct (98 MB),$(BIN)/ratoon pull smollm2 >/dev/null)
 	@rm -f $(VENV)/.model-* && touch $@
 
 clean:

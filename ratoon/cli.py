@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ratoon.core.tree import Tree
     from ratoon.models.wheel import Progress
     from ratoon.runtime.engine import Engine
+    from ratoon.train.train import Event
 
 app = typer.Typer(
     name="ratoon",
@@ -160,14 +161,50 @@ def _progress() -> Iterator[Progress]:
         yield report
 
 
+@contextmanager
+def _training_bar(total_s: float) -> Iterator[Callable[[Event], None]]:
+    """Time gone and left, what is being done, the last loss; a line per stage where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from ratoon.train.session import WRITE_SHARE
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:40}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading", total=total_s)
+
+        def report(event: Event) -> None:
+            written_s = 0.0 if event.kind == "write" else WRITE_SHARE * total_s
+            bar.update(task, completed=written_s + event.elapsed_s, description=_stage(event))
+            if event.kind == "plan":
+                parts = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in event.values.items())
+                console.print(f"memory plan in GB: {parts}")
+
+        yield report
+
+
+def _stage(event: Event) -> str:
+    if event.kind == "write":
+        return f"writing: {event.values['tokens']} tokens"
+    loss = f", loss {event.values['loss']:.3f}" if "loss" in event.values else ""
+    return f"training: step {event.step}{loss}"
+
+
 def _engine(model: str, **settings: Any) -> Engine:
+    """An engine, its model fetched first. Plain decoding gets no drafter: its context would be kept for nothing."""
     from ratoon.models.hub import resolve
 
     with _progress() as progress:
         resolve(model, progress)
     from ratoon.runtime.engine import Engine
 
-    return Engine(model, **settings)
+    if settings.get("method") == "ar":
+        settings["drafter"] = "none"
+    engine = Engine(model, **settings)
+    if settings["drafter"] == "auto" and engine.drafter is None:
+        print(f"no drafter is known for {model}: decoding autoregressively (see `ratoon train`)", file=sys.stderr)
+    return engine
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -327,6 +364,7 @@ def demo(
 
     def engine_for(**settings: Any) -> Engine:
         choice = {"drafter": drafter, "dtype": dtype, "device": device, "mode": mode, "max_rows": 1, **settings}
+        choice["topk_cap"] = topk_cap
         return _engine(model, **choice)
 
     run(engine_for, _budget(budget), topk_cap, max_tokens)
@@ -379,6 +417,51 @@ def bench(
 
 @app.command()
 @command
+def train(
+    model: Model = "smollm2",
+    out: Annotated[Path, option(help="Folder of the session: text, checkpoints, bf16/ and int8/.")] = Path("drafter"),
+    prompts: Annotated[Path | None, option(help="FILE.jsonl to answer; without it the model asks itself.")] = None,
+    minutes: Annotated[float, option(help="For all of it: writing text, training.")] = 10.0,
+    resume: Annotated[Path | None, option(help="Folder of an earlier session, continued in place.")] = None,
+    block_size: Annotated[int, option(help="Tokens of a draft block, the anchor included.")] = 16,
+    layers: Annotated[int, option(help="Layers of the drafter.")] = 5,
+    lr: Annotated[float, option(help="Peak learning rate.")] = 2e-3,
+    mask_token_id: Annotated[int | None, option(help="Default: an unused special token.")] = None,
+    seed: Annotated[int, option(help="Of text, initialisation and anchors.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Train a drafter for a model on what the model itself writes."""
+    with _progress() as progress:
+        from ratoon.models.hub import resolve
+
+        path = resolve(model, progress)
+    import torch
+
+    from ratoon.runtime.setup import choose_device
+    from ratoon.train.session import fitting_recipe, teach
+
+    where = choose_device(device)
+    kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and where.type == "cuda") else torch.float32
+    changes = {"minutes": minutes, "block_size": block_size, "layers": layers, "lr": lr, "seed": seed}
+    recipe = fitting_recipe(where, **changes, mask_token_id=mask_token_id)
+    with _training_bar(60 * minutes) as report:
+        record = teach(
+            path,
+            resume or out,
+            recipe,
+            device=where,
+            dtype=kind,
+            prompts=prompts,
+            resume=resume,
+            provenance={"target": model},
+            report=report,
+        )
+    print(_trained(record, resume or out))
+
+
+@app.command()
+@command
 def pull(
     model: Annotated[str, typer.Argument(help="smollm2 or a hub id, owner/name.")],
     revision: Annotated[str | None, option(help="Branch, tag or commit (default: main).")] = None,
@@ -404,6 +487,7 @@ def _encode(engine: Engine, text: str | list[dict[str, str]]) -> list[int]:
 
 def _stream(engine: Engine, ids: list[int], params: SamplingParams, show_tree: bool = False) -> RequestOutput:
     """Prints the text as it comes, or each round's tree and then the text."""
+    engine.trace_trees = show_tree
     output = None
     for event in engine.stream([ids], params):
         if show_tree and event.tree is not None:
@@ -430,6 +514,16 @@ def _show_stats(engine: Engine, output: RequestOutput) -> None:
         file=sys.stderr,
     )
     print(engine.describe(), file=sys.stderr)
+
+
+def _trained(record: dict[str, Any], folder: Path) -> str:
+    """The held-out figures, and how to use what was trained."""
+    held_out = record["held_out"]
+    taus = ", ".join(f"{method} {tau:.2f}" for method, tau in held_out["tau"].items())
+    return (
+        f"{record['steps']} steps, loss {record['loss']}, tau on {held_out['samples']} held-out texts: {taus}\n"
+        f"use it: ratoon generate --drafter {folder / 'int8'} ..."
+    )
 
 
 def _converse(engine: Engine, params: SamplingParams, system: str | None, stats: bool) -> None:

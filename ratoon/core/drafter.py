@@ -333,9 +333,12 @@ def _taps(
     config: Mapping[str, Any], nested: Mapping[str, Any], num_target: int | None, num_layers: int
 ) -> tuple[int, ...]:
     ids = _read(config, nested, "target_layer_ids")
-    if ids is None and num_target is None:
+    if ids is not None:
+        taps = tuple(int(tap) for tap in ids)
+    elif num_target is not None:
+        taps = default_target_layer_ids(num_target, num_layers)
+    else:
         raise ValueError("target_layer_ids and num_target_layers are both absent: the taps cannot be known")
-    taps = default_target_layer_ids(num_target, num_layers) if ids is None and num_target else tuple(map(int, ids))
     if not taps:
         raise ValueError("target_layer_ids is empty")
     _check_taps(taps, num_target)
@@ -393,7 +396,9 @@ def _causal(config: Mapping[str, Any], nested: Mapping[str, Any], layer_types: S
 
 
 def _anchor_first(config: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
-    flags = [bool(v) for v in (_read(config, nested, "anchor_first"), _read(config, nested, "shift_label")) if v is not None]
+    flags = [
+        bool(v) for v in (_read(config, nested, "anchor_first"), _read(config, nested, "shift_label")) if v is not None
+    ]
     if len(set(flags)) > 1:
         raise ValueError("anchor_first and shift_label disagree")
     return bool(flags and flags[0])

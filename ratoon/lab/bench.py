@@ -34,7 +34,7 @@ _DTYPES = ("auto", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that one engine serves: its settings, and whether it has a drafter."""
+    """What cells share that run on the same engines, one without and one with a drafter."""
 
     concurrency: int
     graphs: str
@@ -203,6 +203,7 @@ def _engine(matrix: Matrix, group: Group, drafter: str) -> Engine:
     return Engine(
         matrix.model,
         drafter=drafter,
+        topk_cap=0 if 0 in matrix.topk_caps else max(matrix.topk_caps),
         device=matrix.device,
         dtype=group.dtype,
         mode=_MODES[group.graphs],

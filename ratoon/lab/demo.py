@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -26,50 +25,40 @@ if TYPE_CHECKING:
 
 EngineFor = Callable[..., "Engine"]
 
+METHODS: tuple[Method, ...] = ("ar", "chain", "tree")
+# They end inside a line: after a line break this model tends to close the code and to talk about it.
 PROMPTS = (
     Prompt(
-        id="demo/moving_average",
-        kind="code",
-        text=(
-            "def moving_average(values: list[float], window: int) -> list[float]:\n"
-            '    """Return the mean of every run of `window` neighbouring values.\n\n'
-            "    >>> moving_average([1.0, 2.0, 3.0, 4.0], 2)\n"
-            "    [1.5, 2.5, 3.5]\n"
-            '    """\n'
-        ),
-        stop=HUMANEVAL_STOP,
-    ),
-    Prompt(
-        id="demo/bank_account",
+        id="demo/bank account",
         kind="code",
         text=(
             "class BankAccount:\n"
-            '    """An account that can be opened, filled, emptied and asked for its balance."""\n\n'
-            "    def __init__(self, owner: str, balance: float = 0.0):\n"
+            '    """An account with an owner and a balance."""\n\n'
+            "    def __init__(self, owner, balance=0):\n"
+            "        self.owner = owner\n"
+            "        self.balance = balance\n\n"
+            "    def deposit(self, amount):"
         ),
         stop=HUMANEVAL_STOP,
     ),
     Prompt(
-        id="demo/ratoon",
+        id="demo/stack",
+        kind="code",
+        text=(
+            "class Stack:\n"
+            '    """A last-in, first-out stack."""\n\n'
+            "    def __init__(self):\n"
+            "        self.items = []\n\n"
+            "    def push(self, item):"
+        ),
+        stop=HUMANEVAL_STOP,
+    ),
+    Prompt(
+        id="demo/photosynthesis",
         kind="chat",
         messages=({"role": "user", "content": "What is photosynthesis? Explain it to a child in a few sentences."},),
     ),
 )
-
-
-@dataclass
-class Gallery:
-    """Keeps the tree whose accepted path is the longest of those that branch."""
-
-    tree: Tree | None = None
-    path: tuple[int, ...] = ()
-
-    def see(self, event: StreamEvent) -> None:
-        if event.tree is None:
-            return
-        branches = len(set(event.tree.parent.tolist())) < event.tree.num_nodes
-        if branches and len(event.path) > len(self.path):
-            self.tree, self.path = event.tree, tuple(event.path)
 
 
 def run(engine_for: EngineFor, budget: Budget, topk_cap: int, max_tokens: int) -> list[dict[str, Any]]:
@@ -77,38 +66,40 @@ def run(engine_for: EngineFor, budget: Budget, topk_cap: int, max_tokens: int) -
 
     The baseline runs on an engine of its own without a drafter, so that it carries no ballast.
     """
-    console = Console()
-    gallery = Gallery()
-    cells = [Cell(method, budget, topk_cap, concurrency=1, max_tokens=max_tokens) for method in ("ar", "chain", "tree")]
+    cells = [Cell(method, budget, topk_cap, concurrency=1, max_tokens=max_tokens) for method in METHODS]
     measured: dict[Method, Measured] = {}
     records: list[dict[str, Any]] = []
+    picture: list[str] = []
+    dtype = "auto"
     with _bar() as bar:
         task = bar.add_task("loading", total=len(cells) * (len(PROMPTS) + 1))
-
-        def watch(event: StreamEvent) -> None:
-            gallery.see(event)
-            if event.output is not None:
-                bar.advance(task)
-
-        dtype = "auto"
         for served in (cells[:1], cells[1:]):
-            settings = {"drafter": "none"} if served[0].method == "ar" else {}
-            engine = engine_for(dtype=dtype, **settings)
-            dtype = engine.dtype
+            engine = engine_for(**({"drafter": "none"} if served[0].method == "ar" else {"dtype": dtype}))
             try:
                 for cell in served:
                     bar.update(task, description=cell.method)
-                    warm_up(engine, cell)
-                    bar.advance(task)
-                    measured[cell.method] = measure(engine, PROMPTS, cell, watch)
+                    measured[cell.method] = _timed(engine, cell, lambda: bar.advance(task))
                     records.append(record(engine, cell, measured[cell.method], measured["ar"]))
-                picture = _picture(engine, gallery)
-                described = engine.describe()
+                if served[-1].method == "tree":
+                    picture = _picture(engine, served[-1])
+                dtype = engine.dtype
             finally:
                 engine.close()
-    _show(console, measured, records, picture, described)
+    _show(Console(), measured, records, picture)
     print("RESULT " + json.dumps({"records": records}))
     return records
+
+
+def _timed(engine: Engine, cell: Cell, tick: Callable[[], None]) -> Measured:
+    """The demo's prompts through one method, after a warm-up; `tick` is called after each."""
+
+    def watch(event: StreamEvent) -> None:
+        if event.output is not None:
+            tick()
+
+    warm_up(engine, cell)
+    tick()
+    return measure(engine, PROMPTS, cell, watch)
 
 
 def _bar() -> Progress:
@@ -117,10 +108,21 @@ def _bar() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _picture(engine: Engine, gallery: Gallery) -> list[str]:
-    if gallery.tree is None:
-        return []
-    return draw(gallery.tree, gallery.path, lambda token: engine.tokenizer.decode([token], skip_special=False))
+def _picture(engine: Engine, cell: Cell) -> list[str]:
+    """Of the first prompt's trees that branch, the one with the longest accepted path. A run of its own, not timed."""
+    best: tuple[Tree, Sequence[int]] | None = None
+
+    def watch(event: StreamEvent) -> None:
+        nonlocal best
+        if event.tree is None or len(set(event.tree.parent.tolist())) == event.tree.num_nodes:
+            return
+        if best is None or len(event.path) > len(best[1]):
+            best = event.tree, event.path
+
+    engine.trace_trees = True
+    measure(engine, PROMPTS[:1], cell, watch)
+    engine.trace_trees = False
+    return draw(*best, lambda token: engine.tokenizer.decode([token], skip_special=False)) if best else []
 
 
 def _show(
@@ -128,34 +130,31 @@ def _show(
     measured: dict[Method, Measured],
     records: Sequence[dict[str, Any]],
     picture: Sequence[str],
-    described: str,
 ) -> None:
     for prompt, output in zip(PROMPTS, measured["tree"].outputs, strict=True):
-        console.print(Text(prompt.text or prompt.messages[0]["content"], style="bold"), end="" if prompt.text else "\n")
-        console.print(Text(output.text))
-        console.print()
+        console.print(Text(prompt.text or prompt.messages[0]["content"] + "\n", style="bold"), end="")
+        console.print(Text(output.text.rstrip() + "\n"))
     console.print(_table(measured, records))
     if picture:
         console.print("\nOne round's draft tree, the accepted path in heavy strokes:")
         for line in picture:
-            console.print(Text(line))
-    console.print(Text(f"\n{described}", style="dim"))
+            console.print(Text(line), no_wrap=True)
+    console.print()
 
 
 def _table(measured: dict[Method, Measured], records: Sequence[dict[str, Any]]) -> Table:
     """One line per method over all prompts, then one per method and prompt."""
-    shown = Table(title="The same tokens, sooner")
-    for name in ("method", "prompt", "tokens", "tok/s", "speed-up", "tau", "equal to plain decoding"):
+    row = records[-1]
+    shown = Table(title=f"{row['model']} with {row['drafter']}: {row['dtype']}, {row['mode']} mode on {row['device']}")
+    for name in ("method", "prompt", "tokens", "tok/s", "speed-up", "tau", "same tokens"):
         shown.add_column(name, justify="left" if name in ("method", "prompt") else "right")
     for row in records:
         method: Method = row["method"]
-        speedup = f"{row['speedup_vs_ar']:.2f}x"
-        shown.add_row(
-            method, "all", str(row["output_tokens"]), f"{row['tok_s']:.1f}", speedup, f"{row['tau']:.2f}",
-            "-" if method == "ar" else agreement(row), style="bold",
-        )  # fmt: skip
+        same = "-" if method == "ar" else agreement(row)
+        speed, speedup = f"{row['tok_s']:.1f}", f"{row['speedup_vs_ar']:.2f}x"
+        shown.add_row(method, "all", str(row["output_tokens"]), speed, speedup, f"{row['tau']:.2f}", same, style="bold")
         for place, prompt in enumerate(PROMPTS):
-            shown.add_row(*_prompt_row(prompt, measured[method], measured["ar"], place))
+            shown.add_row("", *_prompt_row(prompt, measured[method], measured["ar"], place))
         shown.add_section()
     return shown
 
@@ -163,10 +162,9 @@ def _table(measured: dict[Method, Measured], records: Sequence[dict[str, Any]]) 
 def _prompt_row(prompt: Prompt, measured: Measured, reference: Measured, place: int) -> list[str]:
     """A prompt's own line; its time is its decoding plus its time to the first token."""
     output, plain = measured.outputs[place], reference.outputs[place]
-    speed, base = _tok_s(output), _tok_s(plain)
+    speed, base = _tok_s(measured, place), _tok_s(reference, place)
     same = "yes" if output.token_ids == plain.token_ids else "no"
     return [
-        "",
         f"{prompt.kind}: {prompt.id.removeprefix('demo/')}",
         str(len(output.token_ids)),
         f"{speed:.1f}",
@@ -176,5 +174,6 @@ def _prompt_row(prompt: Prompt, measured: Measured, reference: Measured, place: 
     ]
 
 
-def _tok_s(output: Any) -> float:
-    return len(output.token_ids) / max(output.ttft_s + output.decode_s, 1e-9)
+def _tok_s(measured: Measured, place: int) -> float:
+    output = measured.outputs[place]
+    return len(output.token_ids) / max(measured.ttft_s[place] + output.decode_s, 1e-9)

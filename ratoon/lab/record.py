@@ -64,9 +64,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """Outputs in prompt order, wall time of the whole set (prefill included), mean stage times of its rounds."""
+    """Outputs in prompt order, each one's time to its first token from when it was let in (a prompt that waits for a
+    free row is not late), wall time of the whole set (prefill included), mean stage times of its rounds."""
 
     outputs: tuple[RequestOutput, ...]
+    ttft_s: tuple[float, ...]
     wall_s: float
     stage_ms: Mapping[str, float]
     fallbacks: int
@@ -93,22 +95,43 @@ def measure(engine: Engine, prompts: Sequence[Prompt], cell: Cell, watch: Watch 
     before = engine.counters()
     begun = time.perf_counter()
     outputs: list[RequestOutput] = []
+    ttft_s: list[float] = []
     # One call serves prompts that share their stop strings; a set has one group, the demo two.
     for stop, group in groupby(range(len(prompts)), key=lambda i: prompts[i].stop):
-        outputs += _stream(engine, [ids[i] for i in group], cell.params(stop), watch)
+        stream = _Stream(cell.concurrency, watch)
+        stream.run(engine, [ids[i] for i in group], cell.params(stop))
+        outputs += [stream.outputs[i] for i in sorted(stream.outputs)]
+        ttft_s += stream.ttft_s()
     wall_s = time.perf_counter() - begun
     after = engine.counters()
-    return Measured(tuple(outputs), wall_s, _stage_ms(before, after), _fallbacks(before, after))
+    return Measured(
+        tuple(outputs), tuple(ttft_s), wall_s, _stage_ms(before, after), _fallbacks(before, after)
+    )
 
 
-def _stream(engine: Engine, ids: list[list[int]], params: SamplingParams, watch: Watch | None) -> list[RequestOutput]:
-    outputs: dict[int, RequestOutput] = {}
-    for event in engine.stream(ids, params):
-        if watch:
-            watch(event)
-        if event.output is not None:
-            outputs[event.index] = event.output
-    return [outputs[i] for i in range(len(ids))]
+class _Stream:
+    """One call of the engine, with the moments at which requests were let in and answered."""
+
+    def __init__(self, concurrency: int, watch: Watch | None) -> None:
+        self.concurrency, self.watch = concurrency, watch
+        self.outputs: dict[int, RequestOutput] = {}
+        self._first: dict[int, float] = {}
+        self._room: list[float] = []
+
+    def run(self, engine: Engine, ids: list[list[int]], params: SamplingParams) -> None:
+        self._room = [time.perf_counter()] * self.concurrency
+        for event in engine.stream(ids, params):
+            now = time.perf_counter()
+            self._first.setdefault(event.index, now)
+            if event.output is not None:
+                self.outputs[event.index] = event.output
+                self._room.append(now)
+            if self.watch:
+                self.watch(event)
+
+    def ttft_s(self) -> list[float]:
+        """The engine lets requests in first come, first served: the i-th when the i-th room became free."""
+        return [self._first[i] - self._room[i] for i in sorted(self.outputs)]
 
 
 def _stage_ms(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
@@ -156,7 +179,7 @@ def record(engine: Engine, cell: Cell, measured: Measured, reference: Measured |
         "near_tie_prompts": verdicts.count("near_tie") if reference else None,
         "mismatched_prompts": verdicts.count("mismatch") if reference else None,
         **{f"ms_{stage}": _rounded(measured.stage_ms.get(stage)) for stage in STAGES},
-        "ttft_ms": round(1000 * statistics.median(output.ttft_s for output in outputs), 2),
+        "ttft_ms": round(1000 * statistics.median(measured.ttft_s), 2),
         "fallbacks": measured.fallbacks,
         "git_commit": git_commit(),
         "versions": versions(),

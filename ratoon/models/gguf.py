@@ -190,13 +190,13 @@ class GGUFFile:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor once, as (Hugging Face name, float32 [out, in]); a name without a rule stays as it is."""
+        config = self.config()
         for name in self._data:
             if name == _ROPE_FREQS:
                 continue  # read by _rope_scaling
             values = np.require(self._tensor(name), dtype=np.float32, requirements="W")  # float32 ones are read-only
             if self.architecture == "llama" and (match := re.search(r"\.attn_([qk])\.(?:weight|bias)$", name)):
-                key = "attention.head_count" if match[1] == "q" else "attention.head_count_kv"
-                values = _unpermute(values, int(self._body(key, self._body("attention.head_count"))))
+                values = _unpermute(values, config.num_heads if match[1] == "q" else config.num_kv_heads)
             yield checkpoint_name(name), torch.from_numpy(values)
 
     def tokenizer(self) -> HFTokenizer:

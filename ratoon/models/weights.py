@@ -59,8 +59,10 @@ DRAFTER_RULES = (
     *(Rule(name, name) for name in ("fc.weight", "hidden_norm.weight", "norm.weight")),
     *_layer_rules(""),
 )
-_RECOMPUTED = {r"(.*\.)?rotary_emb\.inv_freq": "recomputed from the config"}
-_TIED = {r"lm_head\.weight": "the head is tied to the embedding"}
+_IGNORED = {
+    r"(.*\.)?rotary_emb\.inv_freq": "recomputed from the config",
+    r"lm_head\.weight": "only a tied model has no parameter for it, and there it repeats the embedding",
+}
 
 # What `load_drafter` dequantises and exporters write: 8-bit symmetric weights, one scale per output row.
 INT8_QUANTIZATION: dict[str, Any] = {
@@ -99,8 +101,7 @@ def load_model(path: Path | str, dtype: torch.dtype, device: torch.device | str 
     config = load_config(path)
     tensors = _read_folder(path) if path.is_dir() else open_gguf(path).tensors()
     model = _build(lambda: Decoder(config), dtype, device)
-    ignored = _RECOMPUTED | (_TIED if config.tie_embeddings else {})
-    fill(model, TARGET_RULES, _parts(config), _unquantised(tensors), ignored, path.name)
+    fill(model, TARGET_RULES, _parts(config), _unquantised(tensors), _IGNORED, path.name)
     return model
 
 
@@ -118,7 +119,7 @@ def load_drafter(path: Path | str, dtype: torch.dtype, device: torch.device | st
         _check_int8(raw["quantization_config"])
         tensors = _dequantised(dict(tensors))
     drafter = _build(lambda: DFlash(config), dtype, device)
-    fill(drafter, DRAFTER_RULES, _parts(config), _checked_fc(_unquantised(tensors), config), _RECOMPUTED, path.name)
+    fill(drafter, DRAFTER_RULES, _parts(config), _checked_fc(_unquantised(tensors), config), {}, path.name)
     if (path / "mask_embedding.pt").exists():
         drafter.set_mask_embedding(_read_mask_embedding(path / "mask_embedding.pt"))
     return drafter

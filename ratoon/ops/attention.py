@@ -22,13 +22,15 @@ from torch import Tensor
 class Layout:
     """Where a pass stores its places and reads its context; made once, used by every layer.
 
-    slot_T: slot of each place (dummy places: page 0). page_RP: pages that hold slots 0..C-1 of a row.
+    slot_T: slot of each place (dummy places: page 0). page_RP: pages that hold slots 0..C-1 of a row. end_R: slots
+    of a row that hold anything: what lies beyond is never read, be it NaN (None: C is the end of every row).
     place_RN: packed place at (row, local), the last one repeated; rect_T: its inverse, row * N + local, 0 for a
     dummy; dummy_T: places of the dummy row. All three are None where the places are an R x N rectangle.
     """
 
     slot_T: Tensor
     page_RP: Tensor
+    end_R: Tensor | None
     place_RN: Tensor | None
     rect_T: Tensor | None
     dummy_T: Tensor | None
@@ -48,16 +50,20 @@ def packed_layout(
     column_N = torch.arange(width, device=row_of_T.device)
     place_RN = row_start[:num_rows, None] + torch.minimum(column_N, count_R[:, None] - 1)
     rect_T = torch.where(dummy_T, 0, row_T * width + local_T)
-    return Layout(torch.where(dummy_T, 0, slot_T), page_RP, place_RN, rect_T, dummy_T, num_rows)
+    slot_T = torch.where(dummy_T, 0, slot_T)
+    return Layout(slot_T, page_RP, base_R + count_R, place_RN, rect_T, dummy_T, num_rows)
 
 
-def block_layout(base_R: Tensor, page_RP: Tensor, page_size: int, width: int) -> Layout:
-    """Layout of `width` consecutive places per row, row-major: a draft block, a chain or a prefill chunk."""
+def block_layout(base_R: Tensor, page_RP: Tensor, page_size: int, width: int, exact: bool = False) -> Layout:
+    """Layout of `width` consecutive places per row, row-major: a draft block, a chain or a prefill chunk.
+
+    exact: there is one row and the context ends with its last place, so nothing lies beyond.
+    """
     num_rows = base_R.shape[0]
     row_T = torch.arange(num_rows, device=base_R.device).repeat_interleave(width)
     local_RN = base_R[:, None] + torch.arange(width, device=base_R.device)
     slot_T = slots(page_RP, row_T, local_RN.flatten(), page_size)
-    return Layout(slot_T, page_RP, None, None, None, num_rows)
+    return Layout(slot_T, page_RP, None if exact else base_R + width, None, None, None, num_rows)
 
 
 def slots(page_RP: Tensor, row_T: Tensor, position_T: Tensor, page_size: int) -> Tensor:
@@ -105,7 +111,11 @@ def paged_attention(q_THD: Tensor, cache: Tensor, v_THD: Tensor, layout: Layout,
     kv_heads, context = cache.shape[2], bias.shape[3]
     group, num_rows = heads // kv_heads, layout.num_rows
     pages = cache.view(-1, page_size * 2 * kv_heads * head_dim).index_select(0, layout.page_RP.flatten())
-    kv_RC2KD = pages.view(num_rows, context, 2, kv_heads, head_dim)
+    kv_RC2KD = pages.view(num_rows, -1, 2, kv_heads, head_dim)[:, :context]
+    if layout.end_R is not None:
+        # A masked score has probability 0, but 0 * NaN is NaN: memory that nobody wrote must not reach the product.
+        beyond_RC = torch.arange(context, device=q_THD.device) >= layout.end_R[:, None]
+        kv_RC2KD = kv_RC2KD.masked_fill(beyond_RC[:, :, None, None, None], 0)
     q_RNHD = _rectangle(layout, q_THD)
     width = q_RNHD.shape[1]
     q_RKMD = q_RNHD.view(num_rows, width, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)

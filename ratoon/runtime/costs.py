@@ -26,11 +26,14 @@ def measure_costs(round_: Round, blocks: Sequence[int], nodes: int, device: torc
     rows = [count for count in DRAFT_ROWS if count <= round_.limits.max_rows]
     places = [count for count in VERIFY_PLACES if count <= max(nodes + 1, 4)]
     with torch.inference_mode():
+        # What is measured is no round of the engine's: its results are numbered by this counter.
+        number = round_.state.round_number.clone()
         draft = {
             block: Curve(tuple(rows), tuple(_median_ms(_draft(round_, n, block, nodes), device, repeats) for n in rows))
             for block in blocks
         }
         verify = tuple(_median_ms(_verify(round_, count), device, repeats) for count in places)
+        round_.state.round_number.copy_(number)
     return CostTable(draft, Curve(tuple(places), verify))
 
 

@@ -262,7 +262,7 @@ class _Recorder(TorchDispatchMode):
                 raise UndeclaredTensorError(
                     f"{_user_line()}: {func} uses a tensor {describe(tensor)} that is neither declared in "
                     "the buffer table nor made inside this capture (also: from another graph's capture, or by "
-                    "torch.frombuffer). Declare it: bind() and its kin for weights and constants, a BufferSpec for the rest."
+                    "torch.frombuffer). Declare it: bind() for weights and constants, a BufferSpec for the rest."
                 )
         return tensors
 
@@ -340,7 +340,7 @@ def _into(func: OpOverload, args: Any, kwargs: Any, outputs: list[Tensor], fresh
     """A call that re-runs the op and leaves its fresh results in the tensors made at capture."""
     if not _tensors((args, kwargs)) and len(outputs) == 1:
         return partial(outputs[0].copy_, outputs[0].clone())  # made from numbers alone, and draws are refused
-    if func in _COPIES and len(_tensors((args, kwargs))) == 1:
+    if func in _COPIES:
         return partial(outputs[0].copy_, args[0])
     if len(fresh) == len(outputs) and not func._schema.is_mutable:
         for write in _writers(func):
@@ -414,8 +414,6 @@ def _out_names(func: OpOverload) -> tuple[OpOverload, list[str]] | None:
 def _same_bits(write: Callable[..., Any], args: Any, kwargs: Any, outputs: list[Tensor]) -> bool:
     """Try the writing form once: some round or lay out their result differently from the plain op."""
     trial = [torch.empty_like(tensor) for tensor in outputs]
-    if any(a.stride() != b.stride() for a, b in zip(trial, outputs, strict=True)):
-        return False
     try:
         write(*args, **kwargs, out=trial[0] if len(trial) == 1 else trial)
     except (RuntimeError, TypeError, NotImplementedError):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -72,6 +72,8 @@ class Engine:
         from ratoon.models.weights import load_config
         from ratoon.runtime.setup import auto_buckets, choose_device, choose_mode
 
+        if method not in get_args(Method):
+            raise ValueError(f"method '{method}' is unknown: use {', '.join(get_args(Method))}")
         where = choose_device(device)
         path = resolve(model)
         kind = choose_dtype(dtype, where, load_config(path))
@@ -187,7 +189,7 @@ class Engine:
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent]:
         """Events as rounds end. Closing the iterator early aborts what is unfinished.
 
         All prompts are checked before the first runs: ValueError for an empty one, or one longer than the context.
@@ -219,6 +221,8 @@ class Engine:
         if not all(0 <= token < config.vocab_size for token in ids):
             raise ValueError(f"the prompt has a token id outside of the vocabulary of {config.vocab_size}")
         params.check_vocabulary(config.vocab_size)
+        if params.n != 1:
+            raise ValueError(f"n is {params.n}, but a prompt gets one sample: repeat it with sample_index 0, 1, ...")
         method = params.method or self.settings.method
         if method != "ar" and self._drafter is None:
             raise ValueError(f"method '{method}' needs a drafter, and this engine has none: use method 'ar'")
@@ -240,10 +244,10 @@ class Engine:
         )
 
     def _check_budget(self, budget: int | None, cap: int) -> None:
+        if budget is not None and not (isinstance(budget, int) and 0 <= budget <= MAX_NODES):
+            raise ValueError(f"budget must be from 0 (autoregressive) to the engine's limit of {MAX_NODES}, got {budget!r}")
         if self._drafter is None:
             return
-        if budget is not None and not 0 <= budget <= MAX_NODES:
-            raise ValueError(f"budget must be from 0 (autoregressive) to the engine's limit of {MAX_NODES}, got {budget}")
         if cap < 0:
             raise ValueError(f"topk_cap must be at least 0 (0: uncapped), got {cap}")
         if cap > MAX_NODES:
@@ -254,7 +258,9 @@ class Engine:
 
     # ---- the loop ---------------------------------------------------------------------------------------------
 
-    def _serve(self, rows: list[Row]) -> Iterator[StreamEvent]:
+    def _serve(self, rows: list[Row]) -> Generator[StreamEvent]:
+        if self._waiting or self._rows:
+            raise RuntimeError("another stream is still open on this engine: finish it or close() it first")
         self._waiting.extend(rows)
         try:
             while any(row.finish_reason is None for row in rows):
@@ -375,3 +381,4 @@ class Engine:
         for seat in self._rows:
             self.runner.stop(seat)
         self._free(self.runner.num_launched)
+        self.runner.settle()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ratoon.core.request import FinishReason, RequestOutput, SamplingParams
 from ratoon.runtime.results import RowResult
@@ -53,8 +53,10 @@ class Row:
             self.text += self._detokenizer.put([token])
             if self._cut_at_stop_string():
                 break
-        if result.tokens:
-            self._results.append(result)
+        added = len(self.tokens) - before
+        if added:
+            # What a stop string cut off was neither emitted nor accepted.
+            self._results.append(replace(result, accepted=min(result.accepted, added - 1)))
         if self.finish_reason is None and result.done:
             stopped = bool(self.tokens) and self.tokens[-1] in self.stop_ids
             self._finish("stop" if stopped else "length")

@@ -95,9 +95,8 @@ class Runner:
         if end <= begin:
             return
         seat_R, base_R = self._ids([seat]), self._ids([begin])
-        page_size = self.limits.page_size
         with torch.inference_mode():
-            self.round.prefill(seat_R, self._ids(prompt[begin:end])[None], base_R, -(-end // page_size) * page_size)
+            self.round.prefill(seat_R, self._ids(prompt[begin:end])[None], base_R, end)
 
     def _ids(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
@@ -250,6 +249,11 @@ class Runner:
         self._traced.clear()
         if self.graphs is not None:
             teardown([self.graphs])
+
+    def settle(self) -> None:
+        """Call with nothing in flight. A round that Ctrl-C cut off may have run on the device and not been counted."""
+        self._traced.clear()
+        self.state.round_number.fill_(self.num_launched)
 
     def read(self, launch: Launch) -> list[RowResult]:
         """Results of a launched round, one per seat; waits for it. Each round is read once, oldest first."""

@@ -81,7 +81,7 @@ class Round:
         """Target K/V and draft context K/V of N prompt tokens per row from position base_R on (METHOD section 1).
 
         Rows shorter than N are padded by the caller and write past their end: scratch that a round overwrites.
-        context: slots to read, at least base + N, a multiple of the page size.
+        context: slots to read, at least base + N.
         """
         width = ids_RN.shape[1]
         position_RN = base_R[:, None] + torch.arange(width, device=ids_RN.device)
@@ -112,7 +112,8 @@ class Round:
         config, block = self.drafter.config, shape.block
         start_R = self.state.start_S[seat_R]
         context = self._context(start_R, block, shape.live)
-        layout = block_layout(start_R, self._pages(seat_R, context), self.limits.page_size, block)
+        exact = shape.live and shape.rows == 1
+        layout = block_layout(start_R, self._pages(seat_R, context), self.limits.page_size, block, exact)
         position_RB = start_R[:, None] + torch.arange(block, device=start_R.device)
         attend = PagedAttend(
             self.draft_cache, layout, self._block_bias(position_RB, context), self.limits.page_size
@@ -161,8 +162,9 @@ class Round:
         self, seat_R: Tensor, places: Places, start_R: Tensor, context: int, width: int, shape: RoundShape
     ) -> Layout:
         page_RP, page_size = self._pages(seat_R, context), self.limits.page_size
-        if places.token.shape[0] == shape.rows * width and (shape.live and shape.rows == 1 or width == 1):
-            return block_layout(start_R, page_RP, page_size, width)
+        exact = shape.live and shape.rows == 1
+        if places.token.shape[0] == shape.rows * width and (exact or width == 1):
+            return block_layout(start_R, page_RP, page_size, width, exact)
         return packed_layout(places.row_start, places.row_of, places.local, start_R, page_RP, page_size, width)
 
     # ---- accept and commit ------------------------------------------------------------------------------------
@@ -311,11 +313,10 @@ class Round:
         """Slots that a pass reads: the engine's most, or in a live round just enough for its longest row."""
         if not live:
             return self.limits.context
-        page_size = self.limits.page_size
-        return -(-(int(start_R.max()) + width) // page_size) * page_size
+        return int(start_R.max()) + width
 
     def _pages(self, seat_R: Tensor, context: int) -> Tensor:
-        return self.state.page_table_SP[seat_R, : context // self.limits.page_size]
+        return self.state.page_table_SP[seat_R, : -(-context // self.limits.page_size)]
 
     def _attend(self, cache: Tensor, layout: Layout, seen_RNC: Tensor, num_heads: int) -> PagedAttend:
         bias = additive(seen_RNC, num_heads // cache.shape[3], cache.dtype)

@@ -116,29 +116,31 @@ class Corpus:
 # What the target is asked ---------------------------------------------------------------------------------------------
 
 CHAT_OPENINGS = (
-    "", "", "", "", "", "", "",
-    "Write a", "Write an email", "Write a short story about", "Compose a", "Draft a", "Describe", "Explain", "Explain how",
-    "What is", "What are the", "How do I", "How does", "Why", "Can you", "Could you", "Imagine you are", "Pretend to be",
-    "You are a", "Act as", "Give me", "List", "Compare", "Summarize the following", "Extract", "Identify", "Classify",
-    "Translate", "Rewrite", "Edit the following", "Given the following", "Suppose", "If", "A train", "Solve", "Calculate",
-    "Find the", "Prove that", "Write a Python function", "Write a function", "Write a program", "Implement", "Write a SQL",
-    "Fix the bug", "Create a", "Design a", "Plan a", "Suggest", "Discuss", "Analyze", "Provide", "Please", "I have a", "I am",
+    "", "", "", "", "", "", "", "Write a", "Write an email", "Write a short story about", "Compose a", "Draft a",
+    "Describe", "Explain", "Explain how", "What is", "What are the", "How do I", "How does", "Why", "Can you",
+    "Could you", "Imagine you are", "Pretend to be", "You are a", "Act as", "Give me", "List", "Compare",
+    "Summarize the following", "Extract", "Identify", "Classify", "Translate", "Rewrite", "Edit the following",
+    "Given the following", "Suppose", "If", "A train", "Solve", "Calculate", "Find the", "Prove that",
+    "Write a Python function", "Write a function", "Write a program", "Implement", "Write a SQL", "Fix the bug",
+    "Create a", "Design a", "Plan a", "Suggest", "Discuss", "Analyze", "Provide", "Please", "I have a", "I am",
     "Tell me", "Who", "When did", "Which", "In what", "Is it", "Do you", "Help me",
 )  # fmt: skip
 # No opening ends with a blank: the token that follows would then lack its own, which real code never shows.
 CODE_OPENINGS = (
-    "def", "def", "def", "def", "def", "def",
-    "from typing import List\n\n\ndef", "from typing import List\n\n\ndef", "from typing import List, Tuple\n\n\ndef",
+    "def", "def", "def", "def", "def", "def", "from typing import List\n\n\ndef",
+    "from typing import List\n\n\ndef", "from typing import List, Tuple\n\n\ndef",
     "from typing import List, Optional\n\n\ndef", "from typing import Dict, List\n\n\ndef", "\ndef", "\n\ndef",
-    "import math\n\n\ndef", "import math\n\ndef", "import re\n\ndef", "import random\n\n\ndef",
-    "def is_", "def find_", "def count_", "def get_", "def sum_", "def max_", "def min_", "def sort_", "def remove_",
-    "def string_", "def list_", "def check_", "def make_", "def to_", "def add_", "def words_", "def digits_", "def prime_",
-    "def solve(", "def solution(", "def add(", "def filter_", "def largest_", "def even_", "def same_", "def encode_",
+    "import math\n\n\ndef", "import math\n\ndef", "import re\n\ndef", "import random\n\n\ndef", "def is_",
+    "def find_", "def count_", "def get_", "def sum_", "def max_", "def min_", "def sort_", "def remove_",
+    "def string_", "def list_", "def check_", "def make_", "def to_", "def add_", "def words_", "def digits_",
+    "def prime_", "def solve(", "def solution(", "def add(", "def filter_", "def largest_", "def even_",
+    "def same_", "def encode_",
 )  # fmt: skip
 FILE_OPENINGS = (
-    "import", "import numpy as np\n", "import os\nimport sys\n", "from", "class", '"""', "#!/usr/bin/env python\n", "#",
-    "#include <", "function", "const", "package", "public class", "SELECT", "<html>\n", "@", "if __name__ ==", "x =",
-    "import unittest\n\n\nclass", "import pytest\n\n\ndef test_", "def", "def", "def", "\ndef",
+    "import", "import numpy as np\n", "import os\nimport sys\n", "from", "class", "\"\"\"",
+    "#!/usr/bin/env python\n", "#", "#include <", "function", "const", "package", "public class", "SELECT",
+    "<html>\n", "@", "if __name__ ==", "x =", "import unittest\n\n\nclass", "import pytest\n\n\ndef test_", "def",
+    "def", "def", "\ndef",
 )  # fmt: skip
 TEXT_OPENINGS = ("The", "In", "#", "##", "A", "Chapter 1", "Once upon a time", "This", "Question:", "1.", "Abstract:")
 
@@ -370,7 +372,7 @@ class Writer:
         tokens = np.zeros((count, self.tokens.shape[1]), dtype=np.int64)
         suffix = np.zeros((count, self.SUFFIX), dtype=np.int64)
         for i, seed in enumerate(seeds):
-            if len(seed.suffix) > self.SUFFIX or len(seed.prefix) + self.SUFFIX >= self.row_len:
+            if len(seed.suffix) > self.SUFFIX or len(seed.prefix) + len(seed.suffix) >= self.row_len:
                 raise ValueError(f"a prompt of {len(seed.prefix)} tokens does not fit rows of {self.row_len}")
             tokens[i, : len(seed.prefix)] = seed.prefix
             suffix[i, : len(seed.suffix)] = seed.suffix
@@ -505,7 +507,8 @@ def write_corpus(
 ) -> Corpus:
     """Lets the target write for `seconds` (or to `max_tokens`, or until the seeds end), rows refilled as they finish.
 
-    `cut_loops` shortens every second text that loops. The returned notes hold counts by kind, what was dropped, seed, time and speed.
+    `cut_loops` shortens every second text that loops. The returned notes hold counts by kind, what was dropped, seed,
+    time and speed.
     """
     torch.manual_seed(seed)
     writer = Writer(target, rows, row_len, quote_table(tokenizer, target.config.vocab_size), tokenizer.eos_ids)

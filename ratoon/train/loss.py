@@ -57,7 +57,9 @@ def slot_weights(num_drafts: int, gamma: float, device: torch.device | None = No
 def draw_blocks(batch: Batch, config: DrafterConfig, num_anchors: int, gamma: float) -> Blocks:
     """`num_anchors` random anchors of every row, in order; a row with fewer places gets empty blocks for the rest."""
     length = batch.ids.shape[1]
-    score, index = torch.where(batch.anchor, torch.rand(batch.ids.shape, device=batch.ids.device), -1.0).topk(num_anchors)
+    score, index = torch.where(batch.anchor, torch.rand(batch.ids.shape, device=batch.ids.device), -1.0).topk(
+        num_anchors
+    )
     used, order = torch.where(score >= 0, index, length).sort(dim=1)
     return blocks_at(batch, config, index.gather(1, order), used < length, gamma)
 
@@ -138,9 +140,7 @@ def attention(q_NHQD: Tensor, k_NHKD: Tensor, v_NHKD: Tensor, mask: Any, backend
 
 
 @torch.no_grad()
-def target_pass(
-    target: Decoder, batch: Batch, tap_ids: Sequence[int], backend: str
-) -> tuple[Tensor, Tensor]:
+def target_pass(target: Decoder, batch: Batch, tap_ids: Sequence[int], backend: str) -> tuple[Tensor, Tensor]:
     """Final hidden [N*S, H] and taps [N*S, X] of packed rows, from the frozen target."""
     rows, length = batch.ids.shape
     mask = build_mask(target_mask(batch), rows, length, length, batch.ids.device, backend)
@@ -238,7 +238,9 @@ class _HeadLoss(torch.autograd.Function):
         for first in range(0, h_PH.shape[0], chunk):
             part = slice(first, first + chunk)
             teacher = None if teacher_PH is None else teacher_PH[part]
-            loss, grad_PH[part], hit_P[part] = function(h_PH[part], head_VH, label_P[part], weight_P[part], teacher, shape)
+            loss, grad_PH[part], hit_P[part] = function(
+                h_PH[part], head_VH, label_P[part], weight_P[part], teacher, shape
+            )
             total += loss
         ctx.save_for_backward(grad_PH)
         ctx.mark_non_differentiable(hit_P)

@@ -41,7 +41,7 @@ class Recipe:
     rows: int = 32
     row_len: int = 1024
     gamma: float | None = None
-    warmup: float = 0.03
+    warmup_steps: int = 100
     floor: float = 0.01
     weight_decay: float = 0.01
     beta2: float = 0.95
@@ -71,12 +71,13 @@ class Recipe:
         """gamma of the slot weights."""
         return default_gamma(self.block_size) if self.gamma is None else self.gamma
 
-    def rate(self, progress: float) -> float:
-        """Learning rate at a share of the budget: linear warm-up, then a cosine down to `floor` of the peak."""
-        if progress < self.warmup:
-            return self.lr * max(progress, 1e-3) / self.warmup
-        turn = min(1.0, (progress - self.warmup) / (1.0 - self.warmup))
-        return self.lr * (self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * turn)))
+    def rate(self, step: int, progress: float) -> float:
+        """Learning rate: linear over the first `warmup_steps`, under a cosine over the budget down to `floor`.
+
+        Warm-up counts steps, since the first of them may hold a minute of compilation.
+        """
+        turn = self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+        return self.lr * turn * min(1.0, (step + 1) / max(self.warmup_steps, 1))
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,8 @@ class Masters:
         plain = [copy for copy in self.copies if copy.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.clip = recipe.clip
-        self.optimiser = torch.optim.AdamW(
-            groups, lr=recipe.lr, betas=(0.9, recipe.beta2), fused=self.live[0].is_cuda
-        )
+        self.skipped = torch.zeros((), dtype=torch.int64, device=self.live[0].device)
+        self.optimiser = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, recipe.beta2), fused=self.live[0].is_cuda)
 
     @torch.no_grad()
     def step(self, rate: float) -> Tensor:
@@ -159,10 +159,17 @@ class Masters:
             copy.grad = parameter.grad.float()
             parameter.grad = None
         norm = torch.nn.utils.clip_grad_norm_(self.copies, self.clip)
+        # One bad batch must not end a run: its gradient counts as zero, and it is counted.
+        finite = torch.isfinite(norm)
+        for copy in self.copies:
+            assert copy.grad is not None
+            copy.grad = torch.where(finite, copy.grad, 0.0)
+        self.skipped += ~finite
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.step()
-        torch._foreach_copy_([parameter.data for parameter in self.live], self.copies)
+        for copy, parameter in zip(self.copies, self.live, strict=True):
+            parameter.copy_(copy)
         return norm
 
     def state(self) -> dict[str, Any]:
@@ -188,7 +195,7 @@ def memory_plan(target: ModelConfig, recipe: Recipe, compute_bytes: int) -> dict
     per_layer = 2 * hidden * hidden + hidden * heads + 3 * hidden * wide
     weights = recipe.layers * per_layer + (recipe.layers + 1) * hidden * hidden
     keys = context + recipe.anchors * recipe.rows * recipe.block_size
-    masks = 0 if recipe.attention == "flex" else recipe.rows * recipe.anchors * recipe.block_size * (keys // recipe.rows)
+    masks = 0 if recipe.attention == "flex" else recipe.anchors * recipe.block_size * keys
     return {
         "target weights": compute_bytes * (target.vocab_size * hidden + target.num_layers * per_layer),
         "drafter weights, masters and AdamW": weights * (compute_bytes * 2 + 16),
@@ -262,6 +269,13 @@ class Run:
         os.replace(partial, self.out / STATE)
         self._tell("checkpoint", {})
 
+    def master_drafter(self) -> DFlash:
+        """A float32 copy with the master weights: they quantise better than their rounded copies."""
+        wide = DFlash(self.drafter.config).to(self.device)
+        for parameter, copy in zip(wide.parameters(), self.masters.copies, strict=True):
+            parameter.data.copy_(copy)
+        return wide
+
     def _tell(self, kind: str, values: dict[str, Any]) -> None:
         self.report(Event(kind, self.step, self.elapsed, values))
 
@@ -284,7 +298,7 @@ class Run:
                 saved = time.monotonic()
             self._one(batch, self.elapsed / budget)
         self.save()
-        self._tell("end", {"loss": self.loss})
+        self._tell("end", {"loss": self.loss, "skipped_steps": int(self.masters.skipped)})
         return self.drafter
 
     def _over(self, budget: float, seconds: float | None, here: float) -> bool:
@@ -307,12 +321,13 @@ class Run:
             soft_labels=recipe.soft_labels,
         )
         loss.backward()
-        norm = self.masters.step(recipe.rate(progress))
+        rate = recipe.rate(self.step, progress)
+        norm = self.masters.step(rate)
         self.step += 1
         if self.step % recipe.log_every == 0 or self.step == 1:
             # The one host read of the loop: it also keeps the launch queue short.
             self.loss = float(loss.detach())
-            values = {"loss": self.loss, "rate": recipe.rate(progress), "norm": float(norm)}
+            values = {"loss": self.loss, "rate": rate, "norm": float(norm)}
             self._tell("step", {**values, "hits": [round(hit, 3) for hit in hits.tolist()]})
 
 

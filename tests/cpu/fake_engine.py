@@ -57,7 +57,7 @@ class FakeEngine:
         self.dtype, self.mode, self.device = "float32", "eager", "cpu"
         self.tokenizer = FakeTokenizer()
         self.calls: list[tuple[list[list[int]], SamplingParams]] = []
-        self.closed = False
+        self.closed = self.trace_trees = False
         self._rounds = 0
         type(self).made.append(self)
 
@@ -75,7 +75,7 @@ class FakeEngine:
         rounds = [tokens[i : i + step] for i in range(0, len(tokens), step)]
         self._rounds += len(rounds)
         for chunk in rounds:
-            tree, path = (draft(chunk), tuple(range(len(chunk)))) if step > 1 else (None, ())
+            tree, path = (draft(chunk), tuple(range(len(chunk)))) if self.trace_trees and step > 1 else (None, ())
             yield StreamEvent(index, self.tokenizer.decode(chunk) + " ", tuple(chunk), tree=tree, path=path)
         output = RequestOutput(
             prompt_token_ids=tuple(ids),

@@ -18,8 +18,8 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["Ġ Ġ", "Ġ t", "t h", "Ġt h", "1 2", "Ċ Ċ", "Ġ 1", "< |", "i m", "ì ĺ"]
 _SYMBOLS = [*range(33, 127), *range(161, 173), *range(174, 256)]
 ALPHABET = [chr(c) for c in _SYMBOLS] + [chr(256 + i) for i in range(256 - len(_SYMBOLS))]
-# Three control tokens, the bytes, the merges, one user-defined token, then padding up to the table's rows.
-TOKENS = [*SPECIAL, *ALPHABET, *(merge.replace(" ", "") for merge in MERGES), "<tool_call>"]
+# Three control tokens, the bytes, the merges, a word that no merges reach, one user-defined token.
+TOKENS = [*SPECIAL, *ALPHABET, *(merge.replace(" ", "") for merge in MERGES), "hello", "<tool_call>"]
 CHAT = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -10,12 +10,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from ratoon.cli import app
+from ratoon.lab.prompts import Prompt
+from ratoon.lab.record import Cell, measure
+from ratoon.train.train import Event
 from tests.cpu import fake_engine
 from tests.cpu.fake_engine import WORDS, FakeEngine
 from tests.cpu.hub_server import HubServer
@@ -76,6 +81,19 @@ def test_generate_passes_every_option_on(engines: type[FakeEngine]) -> None:
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.2, 0.3)
     assert dict(params.logit_bias) == {3: -1.5, 4: 2.0}
     assert (params.stop, params.max_tokens, params.ignore_eos) == (("END", "STOP"), 6, True)
+
+
+def test_plain_decoding_takes_no_drafter(engines: type[FakeEngine]) -> None:
+    ratoon("generate", "hello", "--method", "ar")
+    assert engines.made[0].settings["drafter"] == "none"
+
+
+def test_a_model_without_a_known_drafter_is_said_to_have_none(
+    engines: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "drafter", property(lambda self: None, lambda self, value: None), raising=False)
+    result = ratoon("generate", "hello", "--model", "other")
+    assert result.exit_code == 0 and "no drafter is known for other" in result.stderr
 
 
 def test_generate_reads_standard_input(engines: type[FakeEngine]) -> None:
@@ -250,6 +268,15 @@ def test_demo_ends_with_one_record_per_method(engines: type[FakeEngine]) -> None
     assert "draft tree" in result.stdout and "━" in result.stdout
 
 
+def test_time_to_the_first_token_does_not_count_the_wait_for_a_free_row(engines: type[FakeEngine]) -> None:
+    engines.behaviour = staticmethod(lambda ids: time.sleep(0.05))
+    cell = Cell("tree", 3, 4, concurrency=1, max_tokens=6)
+    prompts = [Prompt(id=str(i), kind="code", text="a b") for i in range(3)]
+    measured = measure(cast(Any, engines("m")), prompts, cell)
+    assert all(0.05 <= ttft_s < 0.1 for ttft_s in measured.ttft_s)
+    assert measured.wall_s >= 0.15 and measured.num_tokens == 18
+
+
 FIELDS = """model drafter method budget topk_cap concurrency mode dtype device prompts output_tokens tok_s speedup_vs_ar
 tau accept_per_position identical_prompts near_tie_prompts mismatched_prompts ms_draft ms_build ms_verify ms_accept
 ms_commit ms_draft_build ms_accept_commit ttft_ms fallbacks git_commit versions""".split()  # noqa: SIM905
@@ -309,6 +336,37 @@ def test_each_graphs_choice_is_a_mode(engines: type[FakeEngine], tmp_path: Path)
     ratoon("bench", "--prompts", str(tmp_path / "p.jsonl"), *options.split())
     assert [e.settings["mode"] for e in engines.made] == ["graph", "eager", "auto"]
     assert {e.settings["max_rows"] for e in engines.made} == {2}
+
+
+# -- train ------------------------------------------------------------------------------------------------------------
+
+
+def test_train_hands_its_options_over_and_shows_the_outcome(
+    engines: type[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def teach(model: Any, out: Path, recipe: Any, report: Any, **rest: Any) -> dict[str, Any]:
+        seen.update(rest, model=model, out=out, recipe=recipe)
+        report(Event("write", 0, 1.0, {"tokens": 5}))
+        report(Event("plan", 0, 1.0, {"weights": 2_000_000_000}))
+        report(Event("step", 3, 1.0, {"loss": 4.5}))
+        return {"steps": 3, "loss": 4.5, "held_out": {"tau": {"chain": 2.5, "tree-63": 4.0}, "samples": 8}}
+
+    monkeypatch.setattr("ratoon.train.session.teach", teach)
+    options = "--model m --minutes 2 --layers 3 --lr 0.01 --mask-token-id 9 --seed 4 --device cpu --prompts p.jsonl"
+    result = ratoon("train", *options.split(), "--out", str(tmp_path))
+    assert result.exit_code == 0, result.stderr
+    recipe = seen["recipe"]
+    assert (recipe.minutes, recipe.layers, recipe.lr, recipe.mask_token_id, recipe.seed) == (2.0, 3, 0.01, 9, 4)
+    assert (seen["model"], seen["out"], seen["prompts"], seen["resume"]) == ("m", tmp_path, Path("p.jsonl"), None)
+    assert "memory plan in GB: weights 2.00" in result.stderr
+    assert "chain 2.50, tree-63 4.00" in result.stdout and str(tmp_path / "int8") in result.stdout
+
+
+def test_train_resumes_in_place(engines: type[FakeEngine], tmp_path: Path) -> None:
+    result = ratoon("train", "--resume", str(tmp_path), "--device", "cpu")
+    assert result.exit_code == 2 and result.stderr.startswith("error: nothing to resume")
 
 
 # -- the process ------------------------------------------------------------------------------------------------------

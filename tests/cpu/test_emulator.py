@@ -463,6 +463,14 @@ def test_fault_undeclared_tensors_are_refused_by_line() -> None:
         assert torch.equal(table["y"], module(torch.ones(4)))
 
 
+def test_allowed_baked_tensors_count_as_declared() -> None:
+    table, backend = declared_table(), EmulatorBackend(allow_baked=True)
+    graph = backend.capture(lambda: table["y"].copy_(table["x"] * torch.tensor([1.0, 2.0, 3.0, 4.0])), table.storages())
+    table.fill({"x": torch.ones(4)})
+    backend.replay(graph)
+    assert table["y"].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_fault_intermediate_of_another_graph_is_refused() -> None:
     table, backend, kept = declared_table(), EmulatorBackend(), []
     backend.capture(lambda: kept.append(table["x"] * 2), table.storages())

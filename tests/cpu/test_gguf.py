@@ -60,7 +60,7 @@ def test_a_file_with_output_weight_has_its_own_head(tmp_path: Path) -> None:
     model = load_model(path, torch.float32)
     assert not model.config.tie_embeddings
     assert torch.equal(model.head_weight, torch.ones(tiny.VOCAB, 64))
-    assert torch.equal(model.embed.weight, oracle.get_input_embeddings().weight)
+    assert torch.equal(model.embed.weight, oracle.state_dict()["model.embed_tokens.weight"])
 
 
 def test_end_of_turn_is_a_stop_id_too(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 SAMPLES = [
     "  the 123456 the12  \n\n\t th1\n\n1",
-    "it's THEY'LL <|im_start|>user\n<|im_end|><tool_call>|im",
+    "hello it's THEY'LL <|im_start|>user\n<|im_end|><tool_call>|im",
     "e\u0301 caf\u00e9 \uc601\u6587 \U0001f926\u200d\u2640\ufe0f \u0660\u0661 \u00b2 [PAD300]",
     "",
 ]
@@ -266,6 +266,12 @@ def test_token_ids_equal_the_published_tokenizer(pair: tuple[HFTokenizer, HFToke
 def test_token_ids_equal_on_any_text(pair: tuple[HFTokenizer, HFTokenizer], text: str) -> None:
     ours, theirs = pair
     assert ours.encode(text).ids == theirs.encode(text).ids
+
+
+def test_user_defined_tokens_are_found_but_are_not_special(pair: tuple[HFTokenizer, HFTokenizer]) -> None:
+    ours, theirs = pair
+    ids = ours.encode("<|im_start|>a<tool_call>").ids
+    assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids) == "a<tool_call>"
 
 
 def test_unused_tokens_are_no_vocabulary(pair: tuple[HFTokenizer, HFTokenizer]) -> None:

@@ -283,7 +283,8 @@ def test_fault_a4_buffer_moved_behind_the_tables_back(toy: Toy) -> None:
 
 
 def test_fault_a4_rebound_buffer_changes_the_generation(toy: Toy) -> None:
-    graphs, key = toy.capture(debug=False), toy.key()
+    key = toy.key(rows=1)
+    graphs = toy.capture(debug=False, key=key)
     toy.table.rebind("cache", toy.table["cache"].clone())
     graphs.fill(key, toy.inputs([1]))
     with pytest.raises(ContractError, match=r"moved: 'cache'.*generation 1") as caught:
@@ -292,7 +293,7 @@ def test_fault_a4_rebound_buffer_changes_the_generation(toy: Toy) -> None:
     with pytest.raises(ContractError, match="was never captured"):
         graphs.replay(toy.key())
     with pytest.raises(ContractError, match="generation 1"):
-        graphs.capture(replace(key, rows=1), lambda: None)
+        graphs.capture(replace(key, sampler="general"), lambda: None)
     assert graphs.drop_stale() == 1 and key not in graphs
     new = toy.key()
     graphs.capture(new, lambda: toy.round(new))
@@ -389,15 +390,34 @@ def test_outputs_expire_per_graph(toy: Toy) -> None:
         total.read()
 
 
+def overflow(toy: Toy) -> None:
+    """Writes row 0 of `partial` for the dummy, and one row past its end for seat 1."""
+    wide = torch.as_strided(toy.table["partial"], (MAX_ROWS + 2, DIM), (DIM, 1))
+    wide.index_fill_(0, (toy.table["seats"][:1] == 1) * (MAX_ROWS + 1), 1.0)
+
+
 def test_fault_write_beside_a_buffer_is_found_after_the_replay(toy: Toy) -> None:
     graphs, key = toy.graphs(), toy.key()
-    spoiled = torch.as_strided(toy.table["partial"], (MAX_ROWS + 2, DIM), (DIM, 1))  # one row too many
-    graphs.capture(key, lambda: toy.table["total"].copy_(toy.table["partial"]))
-    graphs.fill(key, toy.inputs([1]))
+    graphs.capture(key, lambda: overflow(toy))
+    graphs.fill(key, toy.inputs([2]))
     graphs.replay(key)
-    wrong = replace(key, sampler="general")
+    graphs.fill(key, toy.inputs([1]))
     with pytest.raises(ContractError, match="canary words after 'partial'"):
-        graphs.capture(wrong, lambda: spoiled.fill_(1.0))
+        graphs.replay(key)
+
+
+def test_fault_write_beside_a_buffer_is_found_by_the_birth_test(toy: Toy) -> None:
+    graphs, key = toy.graphs(debug=False), toy.key()
+
+    def fn() -> None:
+        toy.round(key)
+        overflow(toy)
+
+    graphs.capture(key, fn)
+    case = toy.case("changed", graphs, {1: 3})
+    cases = [replace(case, name=name) for name in ("changed", "shrink", "grow")]
+    with pytest.raises(BirthError, match=r"case 'changed', poison nan: canary words after 'partial'"):
+        birth_test(graphs, key, lambda: toy.round(key), cases, "quick")
 
 
 def staged(toy: Toy) -> tuple[GraphSet, tuple[GraphKey, GraphKey, GraphKey]]:
@@ -453,7 +473,14 @@ def test_groups_are_filled_one_by_one(toy: Toy) -> None:
 def test_birth_test_passes_a_sound_graph(toy: Toy, level: str, replays: int) -> None:
     graphs = toy.capture()
     scrubbed: list[int] = []
-    report = toy.birth(graphs, level=level, scrub=lambda: scrubbed.append(1))
+
+    def static() -> None:
+        for name in ("partial", "total", "count"):
+            assert not toy.table[name].any(), "the static run must start clean"
+        toy.round(toy.key())
+
+    cases = toy.cases(graphs)
+    report = birth_test(graphs, toy.key(), static, cases, level, scrub=lambda: scrubbed.append(1))  # type: ignore[arg-type]
     assert report.num_replays == replays and len(scrubbed) == (level != "off")
 
 
@@ -504,9 +531,13 @@ def test_fault_tail_that_the_fill_leaves_stale(toy: Toy, monkeypatch: pytest.Mon
             assert tensor is not None
             table[name][: len(tensor)].copy_(tensor)
 
+    def stale(*roles: str, kind: str = "nan") -> None:
+        if "input" in roles:
+            table["seats"].copy_(torch.tensor([1, 2, 2, 4, 4]))
+
     case = toy.cases(graphs)[1]
     monkeypatch.setattr(table, "fill", live_only)
-    monkeypatch.setattr(table, "poison", lambda *roles, kind="nan": table["seats"].copy_(torch.tensor([1, 2, 2, 4, 4])))
+    monkeypatch.setattr(table, "poison", stale)
     cases = [replace(case, name=name) for name in ("changed", "shrink", "grow")]
     with pytest.raises(BirthError, match=r"'start' at"):
         birth_test(graphs, toy.key(), lambda: toy.round(toy.key()), cases, "quick")

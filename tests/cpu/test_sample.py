@@ -17,6 +17,7 @@ from transformers.generation import logits_process as hf
 from ratoon.core.request import SamplerKind, SamplingParams
 from ratoon.ops import sample
 from ratoon.ops.sample import Draw, SamplerState
+from ratoon.runtime.emulator import EmulatorBackend
 
 WORD = 0xFFFFFFFF
 KINDS: tuple[SamplerKind, ...] = ("plain", "nucleus", "narrow", "general")
@@ -154,7 +155,7 @@ FILTER_CASES = [
     SamplingParams(temperature=1.0, top_k=10_000),
     SamplingParams(temperature=1.0, top_p=0.9),
     SamplingParams(temperature=0.8, top_p=0.3),
-    SamplingParams(temperature=1.0, top_p=1e-6),
+    SamplingParams(temperature=1.0, top_p=1e-18),
     SamplingParams(temperature=1.0, min_p=0.1),
     SamplingParams(temperature=2.0, min_p=1.0),
     SamplingParams(temperature=1.3, top_k=30, top_p=0.7),
@@ -317,10 +318,10 @@ def test_a_row_alone_equals_the_row_in_a_batch(kind: SamplerKind) -> None:
     rows = [SamplingParams(temperature=0.5 + 0.1 * row, top_k=20, top_p=0.9, min_p=0.01) for row in range(5)]
     x_TV = random_logits(5, 3001)
     state, (seat_T, position_T, _) = state_for(3001, rows), places(5)
-    batch = sample.draw(x_TV, state, seat_T, position_T, kind)
+    batch = sample.draw(x_TV, state, seat_T, position_T, kind, edges=True)
     for row in range(5):
         at = slice(row, row + 1)
-        assert_same(sample.draw(x_TV[at], state, seat_T[at], position_T[at], kind), batch, at)
+        assert_same(sample.draw(x_TV[at], state, seat_T[at], position_T[at], kind, edges=True), batch, at)
     order = torch.tensor([3, 1, 4, 0, 2])
     shuffled = sample.draw(x_TV[order], state, seat_T[order], position_T[order], kind)
     assert torch.equal(shuffled.token_T, batch.token_T[order]) and torch.equal(shuffled.gap_T, batch.gap_T[order])
@@ -332,7 +333,7 @@ def test_kinds_agree_where_they_overlap() -> None:
     x_TV = random_logits(num, vocab, seed=2)
 
     def tokens(kind: SamplerKind, params: SamplingParams) -> Draw:
-        return sample.draw(x_TV, state_for(vocab, [params] * num), seat_T, position_T, kind)
+        return sample.draw(x_TV, state_for(vocab, [params] * num), seat_T, position_T, kind, edges=True)
 
     free = SamplingParams(temperature=1.0)
     assert_same(tokens("plain", free), tokens("general", free))
@@ -444,18 +445,67 @@ def test_penalised_draws_follow_the_exact_distribution(monkeypatch: pytest.Monke
 # ---- near-ties --------------------------------------------------------------------------------------------
 
 
-def test_a_filter_edge_names_the_token_that_would_come_in() -> None:
-    """Top-k 2 of logits 5, 4.9 | 4.88, -9: the outsider comes in by 0.02 and, with more noise, wins."""
-    x_TV = torch.tensor([[5.0, 4.9, 4.88, -9.0]])
-    state = state_for(4, [SamplingParams(temperature=1.0, top_k=2)])
-    noise_TV = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
-    id_TV = torch.arange(4).unsqueeze(0)
-    drawn = sample._filtered(x_TV, id_TV, noise_TV, state, torch.tensor([1]), True)
-    assert (int(drawn.token_T), int(drawn.runner_up_T), int(drawn.edge_token_T)) == (1, 0, 2)
-    assert float(drawn.edge_gap_T) == pytest.approx(0.02, abs=1e-5)
-    quiet = sample._filtered(x_TV, id_TV, torch.tensor([[2.0, 0.0, 0.0, 3.0]]), state, torch.tensor([1]), True)
-    assert (int(quiet.token_T), int(quiet.edge_token_T)) == (0, 2)  # would have to fall out itself
-    assert float(quiet.edge_gap_T) == pytest.approx(0.12, abs=1e-5)
+@pytest.mark.parametrize(
+    ("noise", "token", "edge_token", "edge_gap"),
+    [
+        ([0.0, 1.0, 2.0, 0.0, 3.0], 1, 2, 0.02),  # 2 comes in and wins
+        ([1.0, 0.0, 0.0, 2.0, 3.0], 0, 3, 0.03),  # 2 would lose, 3 comes in and wins
+        ([2.0, 0.0, 0.0, 0.0, 3.0], 0, 2, 0.12),  # none wins: 0 would have to leave for 2
+    ],
+)
+def test_top_k_edge(noise: list[float], token: int, edge_token: int, edge_gap: float) -> None:
+    x_TV = torch.tensor([[5.0, 4.9, 4.88, 4.87, -9.0]])
+    state = state_for(5, [SamplingParams(temperature=2.0, top_k=2)])
+    drawn = sample._filtered(
+        x_TV, torch.arange(5).unsqueeze(0), torch.tensor([noise]), state, torch.tensor([1]), True, True
+    )
+    assert (int(drawn.token_T), int(drawn.runner_up_T), int(drawn.edge_token_T)) == (token, 1 - token, edge_token)
+    assert float(drawn.edge_gap_T) == pytest.approx(edge_gap, abs=1e-5)
+
+
+def log_odds(share: float) -> float:
+    return math.log(share / (1 - share))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "noise", "token", "edge_token", "edge_gap"),
+    [
+        (0.79, [0.0, 0.0, 9.0, 0.0], 0, 2, log_odds(0.8) - log_odds(0.79)),  # .5 and .3 suffice, just
+        (0.81, [0.0, 0.0, 9.0, 0.0], 2, 3, log_odds(0.81) - log_odds(0.8)),  # .15 is needed, just, and drawn
+        (0.81, [9.0, 0.0, 0.0, 0.0], 0, 3, math.log(0.5 / 0.15) + log_odds(0.81) - log_odds(0.8)),  # 0 would be last
+    ],
+)
+def test_top_p_edge(top_p: float, noise: list[float], token: int, edge_token: int, edge_gap: float) -> None:
+    x_TV = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    state = state_for(4, [SamplingParams(temperature=1.0, top_p=top_p)])
+    drawn = sample._filtered(
+        x_TV, torch.arange(4).unsqueeze(0), torch.tensor([noise]), state, torch.tensor([1]), False, True
+    )
+    assert (int(drawn.token_T), int(drawn.edge_token_T)) == (token, edge_token)
+    assert float(drawn.edge_gap_T) == pytest.approx(edge_gap, abs=1e-5)
+
+
+@pytest.mark.parametrize(("noise", "token", "edge_token", "edge_gap"), [(9.0, 0, 2, 0.05), (0.0, 1, 2, 0.05)])
+def test_min_p_edge(noise: float, token: int, edge_token: int, edge_gap: float) -> None:
+    x_TV = torch.tensor([[0.0, math.log(0.5) + 0.2, math.log(0.5) - 0.05]])
+    noise_TV = torch.tensor([[noise, 5.0, 20.0]])
+    state = state_for(3, [SamplingParams(temperature=1.0, min_p=0.5)])
+    drawn = sample._filtered(x_TV, torch.arange(3).unsqueeze(0), noise_TV, state, torch.tensor([1]), False, True)
+    assert (int(drawn.token_T), int(drawn.edge_token_T)) == (token, edge_token)
+    assert float(drawn.edge_gap_T) == pytest.approx(edge_gap, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tie_of_scores_goes_to_the_lower_id(kind: SamplerKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    x_TV = random_logits(1, 200)
+    monkeypatch.setattr(sample, "gumbel_noise", lambda *_: -x_TV)
+    monkeypatch.setattr(sample, "gumbel_at", lambda seed, index, position, token_TK: -x_TV.gather(1, token_TK))
+    params = SamplingParams(temperature=1.0) if kind == "plain" else SamplingParams(temperature=1.0, top_k=5)
+    seat_T, position_T, _ = places(1)
+    drawn = sample.draw(x_TV, state_for(200, [params]), seat_T, position_T, kind)
+    best = range(200) if kind in ("plain", "nucleus") else by_value_then_id(x_TV[0], 5)
+    assert [int(drawn.token_T), int(drawn.runner_up_T)] == sorted(best)[:2]
+    assert float(drawn.gap_T) == 0.0
 
 
 @pytest.mark.parametrize("params", [*FILTER_CASES, ALL_FILTERS], ids=label)
@@ -466,7 +516,7 @@ def test_every_divergence_under_rounding_is_a_near_tie(params: SamplingParams, m
     state, row_T = over_seeds(state_for(vocab, [params]), num), torch.arange(num)
     x_TV = random_logits(num, vocab, seed=4, scale=2.0)
     moved_TV = x_TV + (torch.rand(num, vocab, generator=torch.Generator().manual_seed(5)) * 2 - 1) * e
-    ours = sample.draw(x_TV, state, row_T, row_T, "general")
+    ours = sample.draw(x_TV, state, row_T, row_T, "general", edges=True)
     theirs = sample.draw(moved_TV, state, row_T, row_T, "general").token_T
     tie_T = (ours.gap_T <= 2 * e) & (theirs == ours.runner_up_T)
     edge_T = (ours.edge_gap_T <= 2 * e) & ((theirs == ours.runner_up_T) | (theirs == ours.edge_token_T))
@@ -571,6 +621,43 @@ def test_nothing_is_read_on_the_host(kind: SamplerKind) -> None:
             kind,
             group=2,
             rescore=lambda hidden_GH, token_GK: hidden_GH.new_ones(token_GK.shape),
+            edges=True,
         )
         sample.count_tokens(state, seat_T, path_TD)
         assert drawn.token_T.shape == drawn.edge_gap_T.shape == (3,)
+
+
+@pytest.mark.parametrize("kind", ["argmax", "greedy", "plain", "nucleus", "narrow", "general"])
+def test_a_replay_draws_from_new_values(kind: SamplerKind) -> None:
+    """Captured for one batch, replayed for another: no value is baked."""
+    head = Head(300, 8)
+    greedy = kind in ("argmax", "greedy")
+    params = SamplingParams(temperature=0.0 if greedy else 1.1, top_k=20, top_p=0.9, presence_penalty=0.5)
+    state = state_for(300, [params] * 3, penalties=True, max_bias=2)
+    hidden_TH, (seat_T, position_T, path_TD) = random_logits(3, 8, scale=0.5), places(3)
+    out = [torch.zeros(3, dtype=torch.int64), torch.zeros(3), torch.zeros(3)]
+
+    def step() -> None:
+        drawn = sample.sample_places(
+            hidden_TH, head.rounded, state, seat_T, position_T, path_TD, kind, group=2, rescore=head.rescore
+        )
+        for target, source in zip(out, (drawn.token_T, drawn.gap_T, drawn.edge_gap_T), strict=True):
+            target.copy_(source)
+        sample.count_tokens(state, seat_T, drawn.token_T.unsqueeze(1))
+
+    backend = EmulatorBackend(allow_undeclared=True)
+    graph = backend.capture(step, {})
+    counts = torch.zeros_like(state.output_count_SV)
+    for turn in range(2):
+        hidden_TH.copy_(random_logits(3, 8, seed=turn + 5, scale=0.5))
+        position_T.add_(7)
+        state.output_count_SV.copy_(counts)
+        backend.replay(graph)
+        replayed, counts_after = [each.clone() for each in out], state.output_count_SV.clone()
+        state.output_count_SV.copy_(counts)
+        step()
+        for ours, theirs in zip(replayed, out, strict=True):
+            assert torch.equal(ours, theirs)
+        assert torch.equal(state.output_count_SV, counts_after)
+        counts = counts_after
+    assert int(counts.sum()) == 6

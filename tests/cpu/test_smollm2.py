@@ -16,6 +16,19 @@ from ratoon.models.weights import load_model
 from ratoon.runtime.text import Tokenizer
 from tests.dense import DenseCausal
 
+# The published config.json.
+PUBLISHED = LlamaConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    tie_word_embeddings=True,
+)
 CHAT = [{"role": "user", "content": "Write one line of Python that adds 12 and 30."}]
 
 
@@ -37,12 +50,10 @@ def tokenizer(path: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def oracle(path: Path) -> LlamaForCausalLM:
     """transformers' own reading of the file (its from_pretrained would ask for one more package)."""
-    with torch.device("meta"):
-        shape = LlamaForCausalLM(LlamaConfig(**load_gguf_checkpoint(str(path))["config"]))
-    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=shape)
-    theirs = LlamaForCausalLM(LlamaConfig(**read["config"]))
+    theirs = LlamaForCausalLM(PUBLISHED)
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=theirs)["tensors"]
     # The head is tied, so the file has no tensor for it.
-    missing, unexpected = theirs.load_state_dict(read["tensors"], strict=False)
+    missing, unexpected = theirs.load_state_dict(tensors, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     return theirs.eval()
 
@@ -58,20 +69,20 @@ def test_greedy_tokens_logits_and_taps_equal_hugging_face(
     model: Decoder, oracle: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str | None
 ) -> None:
     given = tokenizer.encode(prompt) if prompt else tokenizer.encode_chat(CHAT)
-    ids, attend = torch.tensor(given), DenseCausal(30)
+    prompt_len, attend, logits, taps, ids = len(given), DenseCausal(30), [], [], given
     with torch.no_grad():
-        expected = oracle(ids[None], output_hidden_states=True)
-        h_TH, taps_TX = model(ids, torch.arange(len(ids)), attend, (1, 14, 28))
-        assert taps_TX is not None
-        reference = torch.cat([expected.hidden_states[i + 1][0] for i in (1, 14, 28)], dim=-1)
-        assert (taps_TX - reference).abs().max() < 1e-4 * reference.abs().max()
-        assert (model.logits(h_TH) - expected.logits[0]).abs().max() < 1e-3
-        tokens = []
-        for _ in range(16):
-            tokens.append(int(model.logits(h_TH[-1:]).argmax()))
-            h_TH, _ = model(torch.tensor(tokens[-1:]), torch.tensor([attend.length]), attend)
-        theirs = oracle.generate(ids[None], max_new_tokens=16, do_sample=False, eos_token_id=None)
-    assert tokens == theirs[0, len(ids) :].tolist()
+        for step in range(17):
+            new = torch.tensor(ids[-1:] if step else ids)
+            h_TH, taps_TX = model(new, torch.arange(len(ids) - len(new), len(ids)), attend, (1, 14, 28))
+            logits.append(model.logits(h_TH))
+            taps.append(taps_TX)
+            ids = [*ids, int(logits[-1][-1].argmax())]
+        # One pass over prompt and answer: greedy decoding gives this answer if each token is the argmax before it.
+        expected = oracle(torch.tensor([ids[:-1]]), output_hidden_states=True)
+    assert expected.logits[0].argmax(-1)[prompt_len - 1 :].tolist() == ids[prompt_len:]
+    assert (torch.cat(logits) - expected.logits[0]).abs().max() < 1e-3
+    reference = torch.cat([expected.hidden_states[i + 1][0] for i in (1, 14, 28)], dim=-1)
+    assert (torch.cat(taps) - reference).abs().max() < 1e-4 * reference.abs().max()
 
 
 def test_tokenizer_and_template_equal_hugging_face(path: Path, tokenizer: Tokenizer) -> None:

@@ -43,7 +43,8 @@ TOOLS = [{"name": "search", "parameters": {"query": "<text>", "é": [1, None]}}]
 def backend() -> HFTokenizer:
     """Byte-level BPE over the test vocabulary with its special tokens, BOS in front of texts."""
     vocab = {token: i for i, token in enumerate(gguf_files.TOKENS)}
-    tokenizer = HFTokenizer(models.BPE(vocab=vocab, merges=[tuple(m.split(" ")) for m in gguf_files.MERGES]))
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in gguf_files.MERGES)]
+    tokenizer = HFTokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in gguf_files.SPECIAL])
@@ -219,8 +220,7 @@ def test_chat_equals_hugging_face(
 ) -> None:
     given: dict[str, Any] = {"tools": tools, "add_generation_prompt": generate}
     assert tokenizer.apply_chat(CHAT, **given) == oracle.apply_chat_template(CHAT, tokenize=False, **given)
-    theirs = oracle.apply_chat_template(CHAT, tokenize=True, return_dict=True, **given)
-    assert tokenizer.encode_chat(CHAT, **given) == theirs["input_ids"]
+    assert tokenizer.encode_chat(CHAT, **given) == oracle.apply_chat_template(CHAT, return_dict=False, **given)
 
 
 def test_a_generation_prompt_is_asked_for_unless_told_otherwise(tokenizer: Tokenizer) -> None:

@@ -18,6 +18,7 @@ from ratoon.core.config import ModelConfig
 from ratoon.models.decoder import Decoder
 from ratoon.models.dflash import DFlash, visible
 from ratoon.models.weights import load_drafter
+from ratoon.train import session
 from ratoon.train.data import Corpus, Seed, given_prompts, loop_start, pack, self_asked, write_corpus
 from ratoon.train.evaluate import evaluate
 from ratoon.train.export import checkpoint_tensors, export_drafter, quantise
@@ -207,9 +208,14 @@ def test_soft_labels_use_the_target_at_the_place_before(target: Decoder) -> None
 
 
 class Letters:
-    """A tokenizer of single characters; 'E' ends, 'Q' is a triple quote."""
+    """A tokenizer of single characters; 'E' ends a text, token 5 is a triple quote."""
 
     eos_ids = (EOS,)
+    special_ids = frozenset((0, 1, EOS, MASK))
+
+    @classmethod
+    def load(cls, path: Path) -> Letters:
+        return cls()
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return [EOS if c == "E" else 4 + (ord(c) % 90) for c in text]
@@ -281,6 +287,14 @@ def test_a_docstring_ends_the_prompt(target: Decoder) -> None:
     assert ended
 
 
+def test_the_mask_is_a_special_token_that_no_text_holds() -> None:
+    tokenizer: Any = Letters()
+    assert session.unused_token(tokenizer) == MASK
+    tokenizer.special_ids = frozenset((EOS,))
+    with pytest.raises(ValueError, match="mask-token-id"):
+        session.unused_token(tokenizer)
+
+
 def test_seeds_are_a_function_of_the_seed() -> None:
     def first(seed: int) -> list[Seed]:
         stream = self_asked(Letters(), seed)
@@ -331,7 +345,7 @@ def test_packing_keeps_every_sample_once() -> None:
 def test_overfit_export_load_whole_block_accepted(target: Decoder, tmp_path: Path) -> None:
     """The gate: if this fails, layout, masks, loss, export or loader disagree, and no real training can work."""
     sample = corpus(((26, 4),), seed=5)
-    plan = recipe(max_steps=220, lr=1e-2, rows=1, anchors=16, row_len=32, warmup=0.1, log_every=100)
+    plan = recipe(max_steps=220, lr=1e-2, rows=1, anchors=16, row_len=32, warmup_steps=20, log_every=100)
     run = train(target, sample, plan, MASK)
     ids, prompt_len = sample.sample(0)
     for int8 in (False, True):
@@ -377,11 +391,57 @@ def test_target_is_frozen(target: Decoder) -> None:
     assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
 
 
+def test_masters_are_what_was_trained(target: Decoder) -> None:
+    run = train(target, corpus(), recipe(max_steps=2), MASK)
+    wide = run.master_drafter()
+    for (name, master), live in zip(wide.named_parameters(), run.drafter.parameters(), strict=True):
+        assert master.dtype == torch.float32 and torch.equal(master.to(live.dtype), live), name
+
+
+def test_a_session_leaves_a_drafter_and_resumes(
+    target: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "load_model", lambda *_: target)
+    monkeypatch.setattr(session, "Tokenizer", Letters)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": word}) for word in ("abc", "dog", "cat", "tree", "house")))
+    plan = recipe(max_steps=2, mask_token_id=MASK)
+    kinds = []
+    arguments: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
+    first = session.teach(
+        Path("toy"), tmp_path / "out", plan, prompts=prompts, report=lambda e: kinds.append(e.kind), **arguments
+    )
+    assert (
+        kinds[0] == "write" and kinds.index("plan") < kinds.index("step") and first["data"]["source"] == "prompts.jsonl"
+    )
+    for form in ("bf16", "int8"):
+        folder = tmp_path / "out" / form
+        load_drafter(folder, torch.float32, torch.device("cpu"), target.config)
+        assert json.loads((folder / "provenance.json").read_text())["held_out"]["tau"]["chain"] >= 1.0
+    more = dataclasses.replace(plan, max_steps=4)
+    again = session.teach(Path("toy"), tmp_path / "out", more, resume=tmp_path / "out", **arguments)
+    assert again["steps"] == 4 and again["data"] == first["data"]
+    with pytest.raises(FileNotFoundError, match="resume"):
+        session.teach(Path("toy"), tmp_path / "out", plan, resume=tmp_path / "nowhere", **arguments)
+
+
+def test_a_broken_gradient_is_skipped_and_counted(target: Decoder) -> None:
+    run = Run(target, recipe(), MASK, None, lambda event: None)
+    for parameter in run.masters.live:
+        parameter.grad = torch.ones_like(parameter)
+    run.masters.live[0].grad = torch.full_like(run.masters.live[0], torch.nan)
+    before = [copy.clone() for copy in run.masters.copies]
+    run.masters.optimiser.param_groups[0]["weight_decay"] = 0.0
+    run.masters.step(0.1)
+    assert int(run.masters.skipped) == 1
+    assert all(torch.equal(copy, old) for copy, old in zip(run.masters.copies, before, strict=True))
+
+
 def test_schedule_follows_the_budget() -> None:
-    plan = recipe(lr=1.0, warmup=0.1, floor=0.01)
-    assert plan.rate(0.05) == pytest.approx(0.5) and plan.rate(0.1) == pytest.approx(1.0)
-    assert plan.rate(0.55) == pytest.approx(0.505) and plan.rate(1.0) == pytest.approx(0.01)
-    assert plan.rate(2.0) == pytest.approx(0.01)
+    plan = recipe(lr=1.0, warmup_steps=10, floor=0.01)
+    assert plan.rate(0, 0.0) == pytest.approx(0.1) and plan.rate(9, 0.0) == pytest.approx(1.0)
+    assert plan.rate(500, 0.5) == pytest.approx(0.505) and plan.rate(500, 1.0) == pytest.approx(0.01)
+    assert plan.rate(500, 2.0) == pytest.approx(0.01)
     assert recipe(block_size=16).decay == 7.0 and recipe(block_size=8).decay == 4.0
     with pytest.raises(ValueError, match="attention"):
         recipe(attention="magic")
@@ -396,4 +456,8 @@ def test_int8_rounds_by_row() -> None:
 
 def test_exported_tensors_are_the_z_lab_set(target: Decoder) -> None:
     names = set(checkpoint_tensors(fresh(target)))
-    assert len(names) == 11 * 2 + 3 and "layers.1.self_attn.k_proj.weight" in names and "layers.0.mlp.up_proj.weight" in names
+    assert (
+        len(names) == 11 * 2 + 3
+        and "layers.1.self_attn.k_proj.weight" in names
+        and "layers.0.mlp.up_proj.weight" in names
+    )

@@ -273,9 +273,10 @@ def test_8_bit_weights_need_their_scales_and_the_config_that_says_so(draft: Path
         load_drafter(draft, torch.float32, CPU, target())
 
 
-def _group(**weights: Any) -> dict[str, Any]:
+def _group(activations: Any = None, **weights: Any) -> dict[str, Any]:
     group = INT8_QUANTIZATION["config_groups"]["group_0"]
-    return {**INT8_QUANTIZATION, "config_groups": {"group_0": {**group, "weights": {**group["weights"], **weights}}}}
+    changed = {**group, "weights": {**group["weights"], **weights}, "input_activations": activations}
+    return {**INT8_QUANTIZATION, "config_groups": {"group_0": changed}}
 
 
 @pytest.mark.parametrize(
@@ -286,6 +287,7 @@ def _group(**weights: Any) -> dict[str, Any]:
         (_group(num_bits=4), "num_bits"),
         (_group(symmetric=False), "symmetric"),
         (_group(strategy="group"), "strategy"),
+        (_group(activations={"num_bits": 8}), "input_activations"),
         ({**INT8_QUANTIZATION, "config_groups": {}}, "config_groups"),
     ],
 )

@@ -1,0 +1,583 @@
+# Owns: the engine: admission, streams, stops, run-ahead, aborts, errors.
+# Promises: every text equals the dense one, cut by rules written here; after every test all seats and pages are back.
+# Never: trusts the engine's own autoregressive mode as an oracle.
+"""Engine over a toy pair on disk; its drafter is swapped for one that is right often enough."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ratoon.core.request import RequestOutput, SamplingParams, compare
+from ratoon.models.decoder import Decoder
+from ratoon.runtime import engine as engine_module
+from ratoon.runtime.engine import Engine, StreamEvent
+from ratoon.runtime.pages import PagePool
+from ratoon.runtime.setup import auto_buckets, limits_for
+from ratoon.runtime.text import Tokenizer
+from ratoon.train.export import export_drafter
+from tests.cpu import toy
+from tests.cpu.toy import Ask, Prophet, Text, assert_same_text, dense_text
+
+PROMPTS: tuple[tuple[int, ...], ...] = (
+    (5, 6, 7), (9,), tuple(range(10, 30)), (3, 1, 4, 1, 5, 9), (40, 5, 36, 44), (20, 20), (11, 46, 30, 8, 8, 8, 0),
+)  # fmt: skip
+NUM, MAX_LEN = 24, 60
+FREE = SamplingParams(max_tokens=NUM, ignore_eos=True)
+METHODS: tuple[dict[str, Any], ...] = ({"budget": 31}, {"method": "chain", "budget": 7}, {"method": "ar"})
+
+
+@functools.cache
+def target() -> Decoder:
+    return toy.make_target()
+
+
+@functools.cache
+def text_of(prompt: tuple[int, ...], num: int = NUM) -> Text:
+    """Greedy, no stop."""
+    return dense_text(target(), Ask(prompt, num))
+
+
+@functools.cache
+def prophet() -> Prophet:
+    made = toy.make_prophet()
+    for prompt in PROMPTS:
+        made.learn(prompt + tuple(text_of(prompt, 40).tokens))
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.save_target(target(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_drafter(toy.make_drafter(), tmp_path_factory.mktemp("drafter"), {})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer.load(model)
+
+
+class Maker:
+    """Engines by their settings, one of each for the whole module."""
+
+    def __init__(self, model: Path, drafter: Path) -> None:
+        self.model, self.drafter = model, drafter
+        self.made: dict[str, Engine] = {}
+
+    def __call__(self, **settings: Any) -> Engine:
+        key = repr(sorted(settings.items()))
+        if key not in self.made:
+            self.made[key] = self.new(**settings)
+        return self.made[key]
+
+    def new(self, **settings: Any) -> Engine:
+        sizes = {"dtype": "float32", "max_rows": 3, "max_model_len": MAX_LEN, "page_size": 4, "budget": 31}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_module, "load_drafter", lambda *_: prophet())
+            return Engine(str(self.model), **{"drafter": str(self.drafter), "topk_cap": 0, **sizes, **settings})
+
+
+@pytest.fixture(scope="module")
+def makers(model: Path, drafter: Path) -> Iterator[Maker]:
+    maker = Maker(model, drafter)
+    yield maker
+    for engine in maker.made.values():
+        engine.close()
+
+
+@pytest.fixture
+def make(makers: Maker) -> Iterator[Maker]:
+    """`make(run_ahead=1)` is an engine; all of them must be idle after the test."""
+    yield makers
+    for engine in makers.made.values():
+        check_idle(engine)
+
+
+def check_idle(engine: Engine) -> None:
+    engine._pages.check()
+    assert engine._pages.num_free == engine._pages.num_pages - 1
+    assert sorted(engine._free_seats) == list(range(1, engine.limits.max_rows + 1))
+    assert not engine._rows and not engine._waiting and not engine._in_flight
+    assert bool(engine.runner.state.done_S.all())
+
+
+def check_texts(outputs: Sequence[RequestOutput], prompts: Sequence[tuple[int, ...]] = PROMPTS) -> None:
+    assert len(outputs) == len(prompts)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt_token_ids == prompt
+        assert_same_text(text_of(prompt), Text(tokens=list(output.token_ids)), f"prompt {prompt}")
+
+
+# ---- texts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["tree", "chain", "ar"])
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_more_prompts_than_seats(make: Maker, tokenizer: Tokenizer, run_ahead: int, method: dict[str, Any]) -> None:
+    engine = make(run_ahead=run_ahead)
+    outputs = engine.generate(PROMPTS, replace(FREE, **method))
+    check_texts(outputs)
+    for output in outputs:
+        assert output.text == tokenizer.decode(output.token_ids)
+        assert output.finish_reason == "length" and len(output.token_ids) == NUM
+        assert sum(output.accepted) + output.rounds == NUM and output.tau == NUM / output.rounds
+        assert len(output.gaps) == len(output.runner_ups) == len(output.top_logits) == len(output.edge_gaps) == NUM
+        assert output.ttft_s > 0 and output.decode_s > 0
+    assert (max(output.tau for output in outputs) > 2) == ("budget" in method)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_rows_of_every_kind_share_a_batch(make: Maker, run_ahead: int) -> None:
+    """Joins and ends at different times, methods, budgets and samplers: each text is its own."""
+    engine = make(run_ahead=run_ahead)
+    sampled = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=5, ignore_eos=True)
+    params, want = [], []
+    for i, prompt in enumerate(PROMPTS):
+        each = replace(sampled if i % 3 == 2 else FREE, max_tokens=5 + 3 * i, **METHODS[i % 2 or 2 * (i % 4 // 2)])
+        params.append(each)
+        want.append(dense_text(target(), Ask(prompt, each.max_tokens, params=each, seed=5)))
+    for prompt, each, text, output in zip(PROMPTS, params, want, engine.generate(PROMPTS, params), strict=True):
+        assert_same_text(text, Text(tokens=list(output.token_ids)), f"{prompt} {each}")
+
+
+@pytest.mark.parametrize(("mode", "run_ahead"), [("static", 0), ("static", 2), ("graph", 1), ("staged", 0)])
+def test_every_mode_gives_the_text(make: Maker, mode: str, run_ahead: int) -> None:
+    engine = make.new(mode=mode, run_ahead=run_ahead, max_rows=2, max_model_len=48, budget=3)
+    check_texts(engine.generate(PROMPTS[:3], FREE), PROMPTS[:3])
+    check_texts(engine.generate(PROMPTS[:1], replace(FREE, method="ar")), PROMPTS[:1])
+    check_idle(engine)
+    engine.close()
+
+
+def test_an_automatic_budget_gives_the_text_and_counts_its_choices(make: Maker) -> None:
+    engine = make(budget="auto")
+    assert engine.settings.budget is None
+    check_texts(engine.generate(PROMPTS, FREE))
+    mixed = [FREE, replace(FREE, budget=15), replace(FREE, method="ar")] * 2
+    check_texts(engine.generate(PROMPTS[:6], mixed), PROMPTS[:6])
+    counters = engine.counters()
+    buckets = {name: count for name, count in counters.items() if name.startswith("bucket_")}
+    assert engine._policy is not None
+    assert sum(buckets.values()) == sum(engine._policy.decisions.values()) > 0
+    assert counters["tokens"] == NUM * (len(PROMPTS) + 6)
+    assert not engine._policy._seats, "a finished request leaves the policy"
+
+
+def test_a_real_drafter_from_disk(model: Path, drafter: Path) -> None:
+    sizes = {"dtype": "float32", "max_rows": 2, "max_model_len": MAX_LEN, "page_size": 4, "budget": 15}
+    with Engine(str(model), drafter=str(drafter), **sizes) as engine:
+        assert engine.drafter is not None and engine.model == str(model)
+        assert (engine.mode, engine.dtype, engine.device) == ("eager", "float32", "cpu")
+        check_texts(engine.generate(PROMPTS[:4], FREE), PROMPTS[:4])
+        assert engine.runner.round.drafter is not None
+
+
+@pytest.mark.parametrize("none", ["none", None])
+def test_without_a_drafter_it_is_autoregressive(model: Path, none: str | None) -> None:
+    with Engine(str(model), drafter=none, dtype="float32", max_rows=2, max_model_len=MAX_LEN) as engine:
+        assert engine.drafter is None and engine.settings.method == "ar"
+        outputs = engine.generate(PROMPTS[:3], FREE)
+        check_texts(outputs, PROMPTS[:3])
+        assert {output.rounds for output in outputs} == {NUM}
+
+
+def test_bfloat16_differs_at_near_ties_only(make: Maker) -> None:
+    half = toy.make_target().to(torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "load_model", lambda *_: half)
+        patch.setattr(engine_module, "load_drafter", lambda *_: toy.make_drafter().to(torch.bfloat16))
+        engine = Engine(str(make.model), drafter=str(make.drafter), dtype="bfloat16", max_rows=3, budget=15)
+    plain = engine.generate(PROMPTS, replace(FREE, method="ar"))
+    for method in METHODS[:2]:
+        verdicts = [
+            compare(ours, theirs, "bfloat16").verdict
+            for ours, theirs in zip(plain, engine.generate(PROMPTS, replace(FREE, **method)), strict=True)
+        ]
+        assert "mismatch" not in verdicts, verdicts
+        assert verdicts.count("identical") >= 4
+    engine.close()
+
+
+# ---- prompts and parameters -------------------------------------------------------------------------------
+
+
+def test_prompts_come_as_text_as_ids_and_alone(make: Maker, tokenizer: Tokenizer) -> None:
+    engine = make()
+    ids = tokenizer.encode("the ant")
+    (by_text,) = engine.generate("the ant", FREE)
+    (by_ids,) = engine.generate(ids, FREE)
+    first, second = engine.generate(["the ant", (9,)], FREE)
+    assert by_text.prompt_token_ids == tuple(ids)
+    assert by_text.token_ids == by_ids.token_ids == first.token_ids
+    check_texts([second], [(9,)])
+    assert engine.generate([]) == []
+
+
+def test_parameters_default_to_greedy(make: Maker) -> None:
+    (output,) = make().generate((9,))
+    want = dense_text(target(), Ask((9,), 128, stop_ids=(toy.EOS,))).tokens
+    assert list(output.token_ids) == want[: MAX_LEN - 1]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_seed_gives_one_text_and_no_seed_many(make: Maker, run_ahead: int) -> None:
+    engine = make(run_ahead=run_ahead)
+    params = SamplingParams(temperature=1.0, max_tokens=12, seed=3, ignore_eos=True)
+    want = dense_text(target(), Ask((9,), 12, params=params, seed=3))
+    mixed = engine.generate([(9,)] * 5, [params, replace(params, method="ar"), replace(params, seed=4), params, params])
+    for index in (0, 1, 3, 4):
+        assert_same_text(want, Text(tokens=list(mixed[index].token_ids)), f"copy {index}")
+    assert mixed[2].token_ids != mixed[0].token_ids
+    fresh = engine.generate([(9,)] * 3, replace(params, seed=None))
+    assert len({output.token_ids for output in fresh}) == 3
+
+
+# ---- ends -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_the_models_stop_id_is_the_last_token_and_no_text(make: Maker, tokenizer: Tokenizer, run_ahead: int) -> None:
+    engine = make(run_ahead=run_ahead)
+    outputs = engine.generate(PROMPTS, replace(FREE, ignore_eos=False))
+    stopped = 0
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        want = text_of(prompt).tokens
+        end = want.index(toy.EOS) + 1 if toy.EOS in want else NUM
+        assert list(output.token_ids) == want[:end]
+        assert output.finish_reason == ("stop" if toy.EOS in want else "length")
+        assert output.text == tokenizer.decode(want[:end]) and "<eos>" not in output.text
+        stopped += output.finish_reason == "stop"
+    assert 0 < stopped < len(PROMPTS)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["tree", "chain", "ar"])
+def test_stop_ids_of_the_request_hold_even_without_eos(make: Maker, method: dict[str, Any]) -> None:
+    for prompt in PROMPTS[:4]:
+        want = text_of(prompt).tokens
+        index = next(i for i in range(5, NUM) if want[i] not in want[:i])
+        (output,) = make().generate(prompt, replace(FREE, stop_token_ids=(want[index],), **method))
+        assert list(output.token_ids) == want[: index + 1] and output.finish_reason == "stop"
+        assert output.rounds <= index + 1
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_max_tokens_is_exact(make: Maker, num: int, run_ahead: int) -> None:
+    for output, prompt in zip(make(run_ahead=run_ahead).generate(PROMPTS, replace(FREE, max_tokens=num)), PROMPTS):  # noqa: B905
+        assert list(output.token_ids) == text_of(prompt).tokens[:num] and output.finish_reason == "length"
+
+
+def test_the_context_limit_is_exact(make: Maker) -> None:
+    outputs = make().generate([PROMPTS[2], PROMPTS[0]], replace(FREE, max_tokens=1000))
+    for output, prompt in zip(outputs, (PROMPTS[2], PROMPTS[0]), strict=True):
+        room = MAX_LEN - len(prompt)
+        assert list(output.token_ids) == text_of(prompt, room).tokens and output.finish_reason == "length"
+    whole = PROMPTS[2] + tuple(text_of(PROMPTS[2], 40).tokens)
+    (output,) = make().generate(whole[: MAX_LEN - 1], FREE)  # room for one token
+    assert output.token_ids == whole[MAX_LEN - 1 : MAX_LEN] and output.finish_reason == "length"
+
+
+def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """Text so far after each token, as long as characters are whole."""
+    return [tokenizer.decode(tokens[: i + 1]).rstrip("\ufffd") for i in range(len(tokens))]
+
+
+def cut(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str]) -> tuple[list[int], str]:
+    """Tokens up to the first that completes a stop string, text up to its earliest stop string."""
+    for count, text in enumerate(pieces(tokenizer, tokens), start=1):
+        found = [text.find(stop) for stop in stops if stop in text]
+        if found:
+            return list(tokens[:count]), text[: min(found)]
+    return list(tokens), tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["tree", "chain", "ar"])
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_stop_strings_wherever_they_are(
+    make: Maker, tokenizer: Tokenizer, run_ahead: int, method: dict[str, Any]
+) -> None:
+    """Every stop string of two or three characters of a text: inside a token, across tokens, inside a path."""
+    engine = make(run_ahead=run_ahead)
+    asked, params = [], []
+    for prompt in PROMPTS[:3]:
+        text = tokenizer.decode(text_of(prompt).tokens)
+        for begin in range(1, len(text) - 3, 2):
+            asked.append(prompt)
+            params.append(replace(FREE, stop=(text[begin : begin + 2 + begin % 2], "never"), **method))
+    early = 0
+    for prompt, each, output in zip(asked, params, engine.generate(asked, params), strict=True):
+        tokens, text = cut(tokenizer, text_of(prompt).tokens, each.stop)
+        assert (list(output.token_ids), output.text) == (tokens, text)
+        assert output.finish_reason == "stop" and len(output.gaps) == len(tokens)
+        assert sum(output.accepted) + output.rounds == len(tokens), "what is cut was not accepted"
+        early += len(tokens) < NUM - 2
+    assert early > len(asked) / 2
+
+
+def test_the_earliest_of_several_stop_strings_wins(make: Maker, tokenizer: Tokenizer) -> None:
+    want = text_of(PROMPTS[0]).tokens
+    text = tokenizer.decode(want)
+    stops = (text[9:11], text[4:6], text[5:8])
+    (output,) = make().generate(PROMPTS[0], replace(FREE, stop=stops))
+    assert output.text == text[: min(text.find(stop) for stop in stops)]
+
+
+def test_a_stop_string_at_the_very_end_cuts_the_last_text(make: Maker, tokenizer: Tokenizer) -> None:
+    want = text_of(PROMPTS[0]).tokens[:10]
+    text = tokenizer.decode(want)
+    stop = text[-2:]
+    assert text.find(stop) == len(text) - 2
+    (output,) = make().generate(PROMPTS[0], replace(FREE, max_tokens=10, stop=(stop,)))
+    assert output.text == text[:-2] and output.finish_reason == "stop" and list(output.token_ids) == want
+
+
+def test_half_a_character_waits_for_its_other_half(make: Maker, tokenizer: Tokenizer) -> None:
+    first, second = toy.TOKENS.index("\u00c3"), toy.TOKENS.index("\u00a9")
+    base = replace(FREE, max_tokens=6, method="ar")
+    halves = [event.text for event in make().stream((9,), replace(base, logit_bias={first: 100.0}))]
+    assert halves[:2] == ["", "\ufffd"] and "".join(halves) == "\ufffd" * 6
+    (output,) = make().generate((9,), replace(base, logit_bias={first: 100.0, second: 100.0}))
+    assert output.text == tokenizer.decode(output.token_ids)
+
+
+# ---- streams ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_stream_is_the_output_in_pieces(make: Maker, tokenizer: Tokenizer, run_ahead: int) -> None:
+    engine = make(run_ahead=run_ahead)
+    stop = tokenizer.decode(text_of(PROMPTS[0]).tokens)[9:12]
+    params = [replace(FREE, stop=(stop,) if i == 0 else ("zzz", "the q")) for i in range(len(PROMPTS))]
+    events: dict[int, list[StreamEvent]] = {}
+    for event in engine.stream(PROMPTS, params):
+        events.setdefault(event.index, []).append(event)
+    assert sorted(events) == list(range(len(PROMPTS)))
+    for index, mine in events.items():
+        output = mine[-1].output
+        assert output is not None and mine[-1].finish_reason == output.finish_reason
+        assert all(event.output is None and event.finish_reason is None for event in mine[:-1])
+        assert "".join(event.text for event in mine) == output.text
+        assert tuple(token for event in mine for token in event.token_ids) == output.token_ids
+        assert len(mine) == output.rounds if index else True
+    text = "".join(event.text for event in events[0])
+    assert stop not in text and text == tokenizer.decode(text_of(PROMPTS[0]).tokens).split(stop)[0]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@pytest.mark.parametrize("events", [1, 2, 7])
+def test_closing_a_stream_aborts_what_is_left(make: Maker, run_ahead: int, events: int) -> None:
+    engine = make(run_ahead=run_ahead)
+    stream = engine.stream(PROMPTS, FREE)
+    for _ in range(events):
+        next(stream)
+    stream.close()
+    check_idle(engine)
+    check_texts(engine.generate(PROMPTS[:4], FREE), PROMPTS[:4])
+
+
+def test_a_stream_that_was_never_started_leaves_nothing(make: Maker) -> None:
+    engine = make()
+    stream = engine.stream(PROMPTS, FREE)
+    check_idle(engine)
+    del stream
+    check_texts(engine.generate(PROMPTS[:1], FREE), PROMPTS[:1])
+
+
+@pytest.mark.parametrize("step", ["launch", "read", "prefill", "join", "round.verify", "round.accept_commit"])
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("early", [True, False])
+def test_ctrl_c_leaves_the_engine_usable(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, run_ahead: int, step: str, early: bool
+) -> None:
+    """An interrupt before or after any step of the device side, so also between a commit and its result."""
+    engine = make(run_ahead=run_ahead)
+    owner = engine.runner.round if "." in step else engine.runner
+    step = step.removeprefix("round.")
+    real, calls = getattr(owner, step), []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if early and len(calls) == 3:
+            raise KeyboardInterrupt
+        result = real(*args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, FREE)
+    monkeypatch.undo()
+    check_idle(engine)
+    check_texts(engine.generate(PROMPTS[:4], FREE), PROMPTS[:4])
+
+
+def test_two_streams_at_once_are_refused(make: Maker) -> None:
+    engine = make()
+    stream = engine.stream(PROMPTS[:2], FREE)
+    next(stream)
+    with pytest.raises(RuntimeError, match="stream is still open"):
+        engine.generate(PROMPTS[2], FREE)
+    rest = [event for event in stream if event.output]
+    assert [event.index for event in rest] == [0, 1] or [event.index for event in rest] == [1, 0]
+    for event in rest:
+        assert event.output is not None
+        check_texts([event.output], [PROMPTS[event.index]])
+
+
+def test_events_carry_trees_while_asked_for(make: Maker) -> None:
+    engine = make()
+    engine.trace_trees = True
+    longest = 0
+    for event in engine.stream(PROMPTS[:2], FREE):
+        assert event.tree is not None and event.path[0] == 0
+        path = [int(event.tree.token[node - 1]) for node in event.path[1:]]
+        assert path == list(event.token_ids[: len(path)])
+        longest = max(longest, len(path))
+    engine.trace_trees = False
+    assert longest > 3
+    assert all(event.tree is None for event in engine.stream(PROMPTS[:1], FREE))
+
+
+# ---- memory -----------------------------------------------------------------------------------------------
+
+
+def test_requests_wait_for_pages(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three seats, but pages for one and a half rows: texts are the same, one after the other."""
+    engine = make()
+    need = -(-(len(PROMPTS[2]) + NUM + engine.limits.scratch) // engine.limits.page_size)
+    monkeypatch.setattr(engine, "_pages", PagePool(1 + need + need // 2))
+    most = 0
+    outputs: dict[int, RequestOutput] = {}
+    for event in engine.stream(PROMPTS, FREE):
+        most = max(most, len(engine._rows))
+        if event.output:
+            outputs[event.index] = event.output
+    check_texts([outputs[i] for i in range(len(PROMPTS))])
+    assert most == 1
+    check_idle(engine)
+
+
+def test_a_nan_is_an_error_and_leaves_nothing_behind(make: Maker) -> None:
+    spoilt = toy.make_target()
+    spoilt.embed.weight.data[33] = float("nan")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "load_model", lambda *_: spoilt)
+        engine = make.new()
+    for method in METHODS:
+        with pytest.raises(RuntimeError, match="the target gave a NaN"):
+            engine.generate([PROMPTS[0], (8, 33, 4)], replace(FREE, **method))
+        check_idle(engine)
+    # On the pages that held the NaN; autoregressive, because a tree would draft the spoilt token.
+    check_texts(engine.generate(PROMPTS[:2], replace(FREE, method="ar")), PROMPTS[:2])
+    engine.close()
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([()], FREE, "the prompt is empty"),
+        ([(5,), ()], FREE, "the prompt is empty"),
+        ([""], FREE, "the prompt is empty"),
+        ([(5,) * MAX_LEN], FREE, f"{MAX_LEN} tokens, but the context holds {MAX_LEN}"),
+        ([(5, 48)], FREE, "vocabulary of 48"),
+        ([(-1, 5)], FREE, "vocabulary of 48"),
+        ([(5,)], replace(FREE, budget=128), "limit of 127, got 128"),
+        ([(5,)], replace(FREE, topk_cap=128), "at most 127"),
+        ([(5,)], replace(FREE, stop_token_ids=(48,)), "names token 48"),
+        ([(5,)], replace(FREE, logit_bias={99: 1.0}), "names token 99"),
+        ([(5,)], replace(FREE, n=2), "n is 2"),
+        ([(5,), (6,)], [FREE], "2 prompts but 1 sampling"),
+        ([(5,)], [FREE, FREE], "1 prompts but 2 sampling"),
+        (["\udcff"], FREE, "not valid UTF-8"),
+    ],
+)
+def test_bad_requests_are_refused_before_any_runs(make: Maker, prompts: Any, params: Any, message: str) -> None:
+    engine = make()
+    before = engine.counters().get("rounds", 0)
+    with pytest.raises(ValueError, match=message):
+        engine.stream(prompts, params)
+    assert engine.counters().get("rounds", 0) == before
+
+
+def test_a_cap_beyond_the_engines_is_refused(make: Maker) -> None:
+    engine = make(topk_cap=4)
+    for cap in (0, 5):
+        with pytest.raises(ValueError, match=f"topk_cap {cap} exceeds this engine's 4"):
+            engine.generate((9,), replace(FREE, topk_cap=cap))
+    for cap in (1, 4):
+        check_texts(engine.generate((9,), replace(FREE, topk_cap=cap)), [(9,)])
+
+
+def test_a_tree_without_a_drafter_is_refused(make: Maker) -> None:
+    engine = make(drafter="none")
+    for method in ("tree", "chain"):
+        with pytest.raises(ValueError, match=f"method '{method}' needs a drafter"):
+            engine.generate((9,), replace(FREE, method=method))
+    check_texts(engine.generate((9,), FREE), [(9,)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": -1}, "budget must be from 0"),
+        ({"budget": 128}, "limit of 127, got 128"),
+        ({"budget": "7"}, "budget must be"),
+        ({"budget": -1, "drafter": "none"}, "budget must be from 0"),
+        ({"topk_cap": -1}, "topk_cap must be at least 0"),
+        ({"topk_cap": 128}, "topk_cap must be at most 127"),
+        ({"method": "guess"}, "method 'guess' is unknown"),
+        ({"mode": "lazy"}, "mode 'lazy' is unknown"),
+        ({"dtype": "float16"}, "dtype 'float16' is not supported"),
+        ({"device": "mps"}, "device 'mps' is not supported"),
+        ({"max_rows": 0}, "max_rows must be at least 1"),
+        ({"page_size": 0}, "page_size must be at least 1"),
+        ({"run_ahead": -1}, "run_ahead must be at least 0"),
+        ({"max_model_len": 1}, "max_model_len must be from 2"),
+        ({"max_model_len": 513}, "max_model_len must be from 2 to the model's 512"),
+    ],
+)
+def test_bad_settings_are_refused(make: Maker, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make.new(**settings)
+
+
+def test_sizes_hold_a_whole_row_and_a_whole_tree(make: Maker) -> None:
+    config = target().config
+    sizes: dict[str, Any] = {"max_rows": 3, "topk_cap": 16, "run_ahead": 1, "forecast": ()}
+    limits = limits_for(config, prophet().config, max_model_len=60, page_size=7, padded_on_cpu=False, **sizes)
+    assert (limits.scratch, limits.context) == (128, 189)  # 60 + 128, in pages of 7
+    assert (limits.max_depth, limits.max_ranks, limits.max_nodes) == (toy.BLOCK - 1, 16, 127)
+    assert limits.num_pages - 1 == 3 * limits.pages_per_row
+    many = limits_for(config, None, max_model_len=500, page_size=16, padded_on_cpu=False, **{**sizes, "max_rows": 999})
+    assert (many.max_nodes, many.max_block, many.scratch) == (0, 0, 1)
+    assert many.context <= (many.num_pages - 1) * 16 < 999 * many.context, "requests wait for pages"
+    assert limits_for(config, None, max_model_len=None, page_size=16, padded_on_cpu=False, **sizes).max_model_len == 512
+    long = replace(config, max_position=9999)
+    assert limits_for(long, None, max_model_len=None, page_size=16, padded_on_cpu=True, **sizes).max_model_len == 1024
+
+
+def test_automatic_buckets_start_with_the_smaller_block() -> None:
+    buckets = auto_buckets(prophet().config, torch.device("cpu"))
+    assert [block for block, _ in buckets] == sorted(block for block, _ in buckets)
+    assert {block for block, _ in buckets} == {toy.BLOCK // 2, toy.BLOCK} and len(set(buckets)) == len(buckets)
+
+
+def test_settings_are_described(make: Maker) -> None:
+    lines = make(run_ahead=1).describe().splitlines()
+    found = {name.strip(): value.strip() for name, value in (line.split(":", 1) for line in lines)}
+    assert found["budget"] == "31" and found["run_ahead"] == "1" and found["mode"] == "eager"
+    assert "auto" in make(budget="auto").describe()
