@@ -96,12 +96,14 @@ def additive(mask_RNC: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 
 
 def store(cache: Tensor, slot_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-    """Writes keys and values into a layer's cache [S, 2, K, D]. Several places may name slot 0, whose content is nobody's."""
+    """Writes keys and values into a layer's cache [S, 2, K, D]. Slot 0 may be named twice: its content is nobody's."""
     cache[:, 0].index_copy_(0, slot_T, k_TKD)
     cache[:, 1].index_copy_(0, slot_T, v_TKD)
 
 
-def paged_attention(q_THD: Tensor, cache: Tensor, v_THD: Tensor, layout: Layout, bias: Tensor, page_size: int) -> Tensor:
+def paged_attention(
+    q_THD: Tensor, cache: Tensor, v_THD: Tensor, layout: Layout, bias: Tensor, page_size: int
+) -> Tensor:
     """softmax(q k^T / sqrt(D) + bias) v over each row's pages, [T, H, D].
 
     cache [S, 2, K, D] already holds the places' own K/V; bias from `additive`. A dummy place sees itself alone,

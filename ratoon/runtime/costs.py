@@ -21,7 +21,9 @@ VERIFY_PLACES = (1, 4, 8, 16, 24, 32, 64)
 DRAFT_ROWS = (1, 4)
 
 
-def measure_costs(round_: Round, blocks: Sequence[int], nodes: int, device: torch.device, repeats: int = 3) -> CostTable:
+def measure_costs(
+    round_: Round, blocks: Sequence[int], nodes: int, device: torch.device, repeats: int = 3
+) -> CostTable:
     """Milliseconds of draft + build by rows for each block, and of verify + accept + commit by places."""
     rows = [count for count in DRAFT_ROWS if count <= round_.limits.max_rows]
     places = [count for count in VERIFY_PLACES if count <= max(nodes + 1, 4)]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -16,12 +17,23 @@ import torch
 from ratoon.core.request import FinishReason, Method, RequestOutput, SamplingParams, batch_sampler_kind
 from ratoon.core.tree import Tree
 from ratoon.models.hub import drafter_for, resolve
-from ratoon.models.weights import load_drafter, load_model
+from ratoon.models.weights import load_config, load_drafter, load_model
+from ratoon.runtime.birth import check_births
 from ratoon.runtime.costs import measure_costs
+from ratoon.runtime.graphs import Level
 from ratoon.runtime.pages import PagePool
 from ratoon.runtime.rows import Row
-from ratoon.runtime.runner import Launch, Mode, Runner
-from ratoon.runtime.setup import MAX_NODES, Settings, choose_dtype, limits_for
+from ratoon.runtime.runner import Launch, Runner
+from ratoon.runtime.setup import (
+    MAX_NODES,
+    Settings,
+    auto_buckets,
+    choose_device,
+    choose_dtype,
+    choose_mode,
+    limits_for,
+    padded_shapes,
+)
 from ratoon.runtime.text import Tokenizer
 from ratoon.spec.budget import PLAIN, BudgetPolicy
 from ratoon.spec.state import RoundShape
@@ -67,11 +79,10 @@ class Engine:
         max_model_len: int | None = None,
         page_size: int = 16,
         run_ahead: int = 0,
-        birth_test: str = "quick",
+        birth_test: Level = "quick",
+        debug: bool = False,
+        progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        from ratoon.models.weights import load_config
-        from ratoon.runtime.setup import auto_buckets, choose_device, choose_mode
-
         if method not in get_args(Method):
             raise ValueError(f"method '{method}' is unknown: use {', '.join(get_args(Method))}")
         where = choose_device(device)
@@ -111,7 +122,8 @@ class Engine:
         )
         self._check_budget(self.settings.budget, topk_cap)
         self.limits = limits
-        self.runner = Runner(self._target, self._drafter, limits, where, chosen)
+        self.runner = Runner(self._target, self._drafter, limits, where, chosen, debug)
+        self._open_shapes(birth_test, progress)
         self._pages = PagePool(limits.num_pages)
         self._free_seats = list(range(max_rows, 0, -1))
         self._policy: BudgetPolicy | None = None
@@ -120,13 +132,23 @@ class Engine:
         self._in_flight: deque[Launch] = deque()
         self._counters: Counter[str] = Counter()
 
-    def _load_drafter(self, model: str, drafter: str | None, method: str, kind: torch.dtype, where: torch.device):  # noqa: ANN202
+    def _load_drafter(self, model: str, drafter: str | None, method: str, kind: torch.dtype, where: torch.device):
         if drafter in (None, "none"):
             return None, None
         path = drafter_for(model) if drafter == "auto" else resolve(drafter)
         if path is None:
             return None, None
         return load_drafter(path, kind, where, self._target.config), str(drafter if drafter != "auto" else path.name)
+
+    def _open_shapes(self, level: Level, progress: Callable[[str, int, int], None] | None) -> None:
+        """Padded modes: opens the shapes, captures and tests them."""
+        if self.settings.mode == "eager":
+            return
+        budget = 0 if self.settings.method == "ar" else self.settings.budget
+        shapes = padded_shapes(self.limits, budget)
+        self.runner.capture(shapes, partial(progress, "capture") if progress else None)
+        if self.runner.graphs is not None:
+            check_births(self.runner, self.runner.shapes, level)
 
     # ---- what it is -------------------------------------------------------------------------------------------
 
@@ -165,7 +187,7 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """Counts since start: rounds, tokens, `ms_*` of the stages, `fallback_*`, `bucket_*`."""
-        return {**self._counters, **self.runner.stage_ms}
+        return {**self._counters, **self.runner.stage_ms, **self.runner.fallbacks}
 
     def close(self) -> None:
         """Ends every request and frees the device's graphs and caches."""
@@ -205,7 +227,9 @@ class Engine:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling parameters: give one for all, or one each")
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(params)} sampling parameters: give one for all, or one each"
+            )
         return [self._row(i, p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]  # pyright: ignore
 
     def _row(self, index: int, prompt: Prompt, params: SamplingParams) -> Row:
@@ -245,7 +269,9 @@ class Engine:
 
     def _check_budget(self, budget: int | None, cap: int) -> None:
         if budget is not None and not (isinstance(budget, int) and 0 <= budget <= MAX_NODES):
-            raise ValueError(f"budget must be from 0 (autoregressive) to the engine's limit of {MAX_NODES}, got {budget!r}")
+            raise ValueError(
+                f"budget must be from 0 (autoregressive) to the engine's limit of {MAX_NODES}, got {budget!r}"
+            )
         if self._drafter is None:
             return
         if cap < 0:
@@ -289,7 +315,15 @@ class Engine:
     def _join(self, row: Row, limit: int) -> None:
         params = row.params
         self.runner.join(
-            row.seat, row.prompt, row.pages, params, row.stop_ids, params.seed_or_fresh(), limit, row.budget, row.topk_cap
+            row.seat,
+            row.prompt,
+            row.pages,
+            params,
+            row.stop_ids,
+            params.seed_or_fresh(),
+            limit,
+            row.budget,
+            row.topk_cap,
         )
         if row.is_auto:
             self._policy_of().join(row.seat)

@@ -51,5 +51,7 @@ class PagePool:
     def check(self) -> None:
         """Asserts that every page is either free once or held."""
         free = set(self._free)
-        assert len(free) == len(self._free) and not free & self._holders.keys(), "a page is free twice, or free and held"
+        assert len(free) == len(self._free) and not free & self._holders.keys(), (
+            "a page is free twice, or free and held"
+        )
         assert len(free) + len(self._holders) == self.num_pages - 1, "a page is lost"

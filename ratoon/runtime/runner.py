@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ratoon.core.request import SamplingParams
+from ratoon.core.request import SamplerKind, SamplingParams
 from ratoon.core.tree import Tree
 from ratoon.models.decoder import Decoder
 from ratoon.models.dflash import DFlash
@@ -44,7 +44,15 @@ class Launch:
 class Runner:
     """One engine's device side. Not thread-safe."""
 
-    def __init__(self, target: Decoder, drafter: DFlash | None, limits: Limits, device: torch.device, mode: Mode, debug: bool = False) -> None:
+    def __init__(
+        self,
+        target: Decoder,
+        drafter: DFlash | None,
+        limits: Limits,
+        device: torch.device,
+        mode: Mode,
+        debug: bool = False,
+    ) -> None:
         self.limits, self.device, self.mode = limits, device, mode
         dtype = target.embed.weight.dtype
         self.table = declare(limits, target.config, drafter.config if drafter else None, dtype, device)
@@ -62,6 +70,8 @@ class Runner:
                     self.table.bind_module(name, net)
             backend = CudaBackend(device) if device.type == "cuda" else EmulatorBackend()
             self.graphs = GraphSet(self.table, backend, debug=debug)
+        self.shapes: tuple[RoundShape, ...] = ()
+        self.fallbacks: Counter[str] = Counter()
         self.trace = False
         self.num_launched = 0
 
@@ -134,57 +144,82 @@ class Runner:
             self._traced[self.num_launched] = Places(**copies)
 
     def _padded(self, seats: Sequence[int], shape: RoundShape) -> None:
-        inputs: dict[str, Tensor | None] = {"round.seat": torch.tensor(list(seats), dtype=torch.int64)}
-        if self.graphs is None:
-            self.table.fill(inputs, key=shape, mode="static")
-            self._run_stages(shape)
+        self.fill(seats, shape)
+        key = self.key_of(shape)
+        if self.graphs is None or shape not in self.shapes:
+            self.run_stages(shape)
         else:
-            key = self.key_of(shape)
-            self.graphs.fill(key, inputs, mode=self.mode)
             for part in key.staged() if self.mode == "staged" else (key,):
                 self.graphs.replay(part)
         self._trace(self._drafted(shape).places)
 
-    def _run_stages(self, shape: RoundShape) -> None:
-        for stage in self._stages:
-            stage(shape)
+    def fill(self, seats: Sequence[int], shape: RoundShape) -> None:
+        """Writes the round's one host input: the list of seats, padded with the dummy."""
+        inputs: dict[str, Tensor | None] = {"round.seat": torch.tensor(list(seats), dtype=torch.int64)}
+        if self.graphs is None:
+            self.table.fill(inputs, key=self.key_of(shape), mode="static")
+        else:
+            self.graphs.fill(self.key_of(shape), inputs, mode=self.mode)
+
+    def run_stages(self, shape: RoundShape) -> None:
+        """The padded round without a graph (static mode)."""
+        with torch.inference_mode():
+            for stage in self._stages:
+                stage(shape)
 
     # ---- graphs -----------------------------------------------------------------------------------------------
 
     def key_of(self, shape: RoundShape) -> GraphKey:
-        """The graph key of a padded shape; `nodes` follows from it, so it is no part of the key."""
-        sampler = "greedy" if shape.sampler == "argmax" else "general"
-        return GraphKey(shape.rows, shape.places, shape.block, sampler, self.table.generation)
+        """The graph key of a padded shape."""
+        sampler: SamplerKind = shape.sampler  # pyright: ignore[reportAssignmentType]
+        generation = self.table.generation
+        return GraphKey(shape.rows, shape.places, shape.block, sampler, generation, nodes=shape.nodes)
 
     def capture(self, shapes: Iterable[RoundShape], progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures the padded shapes, largest first: one graph each in graph mode, three in staged mode."""
-        assert self.graphs is not None, f"mode {self.mode} has no graphs"
+        """Opens padded shapes. In graph and staged mode each is captured, largest first: one graph, or three."""
         by_key = {self.key_of(shape): shape for shape in shapes}
         order = capture_order(by_key)
-        for shape in by_key.values():
+        self.shapes = tuple(by_key[key] for key in reversed(order))
+        if self.graphs is None:
+            return
+        for shape in self.shapes:
             for name, constant in self.round.constants(shape).items():
                 if name not in self.table:
                     self.table.bind(name, constant)
         for number, key in enumerate(order):
-            shape = by_key[key]
-            if self.mode == "graph":
-                self.graphs.capture(key, partial(self._run_stages, shape))
-            else:
-                for part, stage in zip(key.staged(), self._stages, strict=True):
-                    outputs = self.table.names("output") if part.kind == "accept" else ()
-                    self.graphs.capture(part, partial(stage, shape), outputs=outputs)
+            self._capture_one(self.graphs, key, by_key[key])
             if progress:
                 progress(number + 1, len(order))
 
+    def _capture_one(self, graphs: GraphSet, key: GraphKey, shape: RoundShape) -> None:
+        if self.mode == "graph":
+            graphs.capture(key, partial(self.run_stages, shape))
+            return
+        for part, stage in zip(key.staged(), self._stages, strict=True):
+            graphs.capture(
+                part, partial(stage, shape), outputs=self.table.names("output") if part.kind == "accept" else ()
+            )
+
     def fit(self, shape: RoundShape) -> RoundShape:
-        """The shape that this mode runs: live as it is in eager mode, else the smallest bucket that holds it."""
+        """The shape that this mode runs: live as it is in eager mode, else the smallest open one that holds it.
+
+        Where none holds it, a padded shape of its own runs without a graph and is counted as a fall-back.
+        """
         if self.mode == "eager":
             return replace(shape, live=True)
-        rows = min(1 << (shape.rows - 1).bit_length(), self.limits.max_rows)
-        per_row = -(-shape.places // shape.rows)
-        places = rows * (1 << (per_row - 1).bit_length())
         sampler = "argmax" if shape.sampler == "argmax" else "general"
-        return RoundShape(rows, places, shape.block, min(self.limits.max_nodes, places - rows), sampler)
+        for ready in self.shapes:
+            spare_rows = ready.rows - shape.rows
+            if (
+                spare_rows >= 0
+                and ready.places - spare_rows >= shape.places
+                and (ready.sampler, ready.block) == (sampler, shape.block)
+            ):
+                return ready
+        self.fallbacks["fallback_no_graph"] += self.graphs is not None
+        return RoundShape(
+            shape.rows, shape.places, shape.block, min(self.limits.max_nodes, shape.places - shape.rows), sampler
+        )
 
     def _stage_draft(self, shape: RoundShape) -> None:
         drafted = self.round.draft_build(self._seats(shape), shape)
@@ -223,7 +258,10 @@ class Runner:
         """The hand-over of build, as views of the declared buffers."""
         words = shape.nodes // 64 + 1
         places = Places(
-            **{name: self.table[f"places.{name}"][: shape.places] for name in ("token", "row_of", "parent", "depth", "local")},
+            **{
+                name: self.table[f"places.{name}"][: shape.places]
+                for name in ("token", "row_of", "parent", "depth", "local")
+            },
             row_start=self.table["places.row_start"][: shape.rows + 2],
             bits=self.table["places.bits"][: shape.places, :words],
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
@@ -16,7 +16,7 @@ from ratoon.core.drafter import DrafterConfig
 from ratoon.core.request import Method
 from ratoon.runtime.runner import Mode
 from ratoon.spec.budget import Bucket
-from ratoon.spec.state import Limits
+from ratoon.spec.state import Limits, RoundShape
 
 MAX_NODES = 127
 AUTO_NODES = (3, 5, 7, 11, 15, 23, 31, 47, 63)
@@ -106,6 +106,24 @@ def auto_buckets(config: DrafterConfig, device: torch.device) -> tuple[Bucket, .
     sizes = AUTO_NODES_CPU if device.type == "cpu" else AUTO_NODES
     blocks = sorted({max(config.block_size // 2, 2), config.block_size})
     return tuple((block, nodes) for block in blocks for nodes in sizes)
+
+
+def padded_shapes(limits: Limits, budget: int | None) -> list[RoundShape]:
+    """Shapes that padded modes open at start-up: per row count plain decoding, and the fixed budget or all buckets.
+
+    Row counts are powers of two and max_rows; each shape for the argmax and the general sampler.
+    """
+    counts = sorted({min(1 << power, limits.max_rows) for power in range(limits.max_rows.bit_length() + 1)})
+    if budget is None:
+        buckets = list(limits.forecast)
+    else:
+        buckets = [(limits.max_block, budget)] if budget and limits.max_nodes else []
+    return [
+        RoundShape(rows, rows * (nodes + 1), block, min(limits.max_nodes, rows * nodes), sampler)
+        for rows in counts
+        for block, nodes in [(0, 0), *buckets]
+        for sampler in ("argmax", "general")
+    ]
 
 
 def limits_for(

@@ -54,8 +54,8 @@ class _SeatForecast:
 class BudgetPolicy:
     """Picks (block, nodes) for the next round from moving averages of each seat's tree masses.
 
-    `buckets` are the pairs whose mass a round reports, in that order: smaller blocks first. `scale` corrects the drafter's own
-    probabilities by what was accepted; a probe drafts after `probe_every` plain rounds.
+    `buckets` are the pairs whose mass a round reports, in that order: smaller blocks first. `scale` corrects the
+    drafter's own probabilities by what was accepted; a probe drafts after `probe_every` plain rounds.
     """
 
     table: CostTable

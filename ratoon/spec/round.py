@@ -17,7 +17,17 @@ from ratoon.models.decoder import Decoder
 from ratoon.models.dflash import DFlash, visible
 from ratoon.ops.attention import Layout, additive, block_layout, move, packed_layout, slots, tree_mask
 from ratoon.ops.sample import Draw, count_tokens, sample_places
-from ratoon.ops.tree import Places, TreeBatch, build_trees, frontier, no_trees, pack, rank_candidates, share_places, walk
+from ratoon.ops.tree import (
+    Places,
+    TreeBatch,
+    build_trees,
+    frontier,
+    no_trees,
+    pack,
+    rank_candidates,
+    share_places,
+    walk,
+)
 from ratoon.spec.paged import PagedAttend
 from ratoon.spec.state import Limits, RoundShape, SeatState
 
@@ -115,9 +125,7 @@ class Round:
         exact = shape.live and shape.rows == 1
         layout = block_layout(start_R, self._pages(seat_R, context), self.limits.page_size, block, exact)
         position_RB = start_R[:, None] + torch.arange(block, device=start_R.device)
-        attend = PagedAttend(
-            self.draft_cache, layout, self._block_bias(position_RB, context), self.limits.page_size
-        )
+        attend = PagedAttend(self.draft_cache, layout, self._block_bias(position_RB, context), self.limits.page_size)
         x_TH = self.drafter.block_embeddings(self.target.embed.weight, anchor_R, block)
         hidden = self.drafter(x_TH, position_RB.flatten(), attend).view(shape.rows, block, -1)
         if not config.anchor_first:
