@@ -26,6 +26,8 @@ class Layout:
     of a row that hold anything: what lies beyond is never read, be it NaN (None: C is the end of every row).
     place_RN: packed place at (row, local), the last one repeated; rect_T: its inverse, row * N + local, 0 for a
     dummy; dummy_T: places of the dummy row. All three are None where the places are an R x N rectangle.
+    first_slot: set where one row's pages are neighbours and C ends with its last place: its cache is then read and
+    written in place, without a copy of every page in every layer.
     """
 
     slot_T: Tensor
@@ -35,6 +37,7 @@ class Layout:
     rect_T: Tensor | None
     dummy_T: Tensor | None
     num_rows: int
+    first_slot: int | None = None
 
 
 def packed_layout(
@@ -54,7 +57,9 @@ def packed_layout(
     return Layout(slot_T, page_RP, base_R + count_R, place_RN, rect_T, dummy_T, num_rows)
 
 
-def block_layout(base_R: Tensor, page_RP: Tensor, page_size: int, width: int, exact: bool = False) -> Layout:
+def block_layout(
+    base_R: Tensor, page_RP: Tensor, page_size: int, width: int, exact: bool = False, first_slot: int | None = None
+) -> Layout:
     """Layout of `width` consecutive places per row, row-major: a draft block, a chain or a prefill chunk.
 
     exact: there is one row and the context ends with its last place, so nothing lies beyond.
@@ -63,7 +68,7 @@ def block_layout(base_R: Tensor, page_RP: Tensor, page_size: int, width: int, ex
     row_T = torch.arange(num_rows, device=base_R.device).repeat_interleave(width)
     local_RN = base_R[:, None] + torch.arange(width, device=base_R.device)
     slot_T = slots(page_RP, row_T, local_RN.flatten(), page_size)
-    return Layout(slot_T, page_RP, None if exact else base_R + width, None, None, None, num_rows)
+    return Layout(slot_T, page_RP, None if exact else base_R + width, None, None, None, num_rows, first_slot)
 
 
 def slots(page_RP: Tensor, row_T: Tensor, position_T: Tensor, page_size: int) -> Tensor:
@@ -95,10 +100,29 @@ def additive(mask_RNC: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return bias.unsqueeze(1).expand(-1, group, -1, -1).reshape(num_rows, 1, group * width, context)
 
 
-def store(cache: Tensor, slot_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+def store(cache: Tensor, layout: Layout, context: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
     """Writes keys and values into a layer's cache [S, 2, K, D]. Slot 0 may be named twice: its content is nobody's."""
-    cache[:, 0].index_copy_(0, slot_T, k_TKD)
-    cache[:, 1].index_copy_(0, slot_T, v_TKD)
+    if layout.first_slot is not None:
+        end = layout.first_slot + context
+        own = cache[end - k_TKD.shape[0] : end]
+        own[:, 0].copy_(k_TKD)
+        own[:, 1].copy_(v_TKD)
+        return
+    cache[:, 0].index_copy_(0, layout.slot_T, k_TKD)
+    cache[:, 1].index_copy_(0, layout.slot_T, v_TKD)
+
+
+def _read(cache: Tensor, layout: Layout, context: int, page_size: int) -> Tensor:
+    """K/V of slots 0..C-1 of every row, [R, C, 2, K, D], finite beyond the rows' ends."""
+    if layout.first_slot is not None:
+        return cache[layout.first_slot : layout.first_slot + context].unsqueeze(0)
+    pages = cache.view(-1, page_size * cache[0].numel()).index_select(0, layout.page_RP.flatten())
+    kv_RC2KD = pages.view(layout.num_rows, -1, *cache.shape[1:])[:, :context]
+    if layout.end_R is None:
+        return kv_RC2KD
+    # A masked score has probability 0, but 0 * NaN is NaN: memory that nobody wrote must not reach the product.
+    beyond_RC = torch.arange(context, device=cache.device) >= layout.end_R[:, None]
+    return kv_RC2KD.masked_fill(beyond_RC[:, :, None, None, None], 0)
 
 
 def paged_attention(
@@ -112,12 +136,7 @@ def paged_attention(
     heads, head_dim = q_THD.shape[1:]
     kv_heads, context = cache.shape[2], bias.shape[3]
     group, num_rows = heads // kv_heads, layout.num_rows
-    pages = cache.view(-1, page_size * 2 * kv_heads * head_dim).index_select(0, layout.page_RP.flatten())
-    kv_RC2KD = pages.view(num_rows, -1, 2, kv_heads, head_dim)[:, :context]
-    if layout.end_R is not None:
-        # A masked score has probability 0, but 0 * NaN is NaN: memory that nobody wrote must not reach the product.
-        beyond_RC = torch.arange(context, device=q_THD.device) >= layout.end_R[:, None]
-        kv_RC2KD = kv_RC2KD.masked_fill(beyond_RC[:, :, None, None, None], 0)
+    kv_RC2KD = _read(cache, layout, context, page_size)
     q_RNHD = _rectangle(layout, q_THD)
     width = q_RNHD.shape[1]
     q_RKMD = q_RNHD.view(num_rows, width, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)

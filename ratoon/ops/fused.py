@@ -56,16 +56,15 @@ def _yarn_frequencies(base: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rotary(position_T: Tensor, inv_freq_P: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, [T, 1, D] in `dtype`, both halves filled and the amplitude applied."""
-    angle_TP = position_T.to(torch.float32).unsqueeze(-1) * inv_freq_P
-    angle_TD = torch.cat((angle_TP, angle_TP), dim=-1).unsqueeze(-2)
-    return (angle_TD.cos() * amplitude).to(dtype), (angle_TD.sin() * amplitude).to(dtype)
+    """cos, and sin with its first half negated, [T, 1, D] in `dtype`, the amplitude applied."""
+    angle_T1P = (position_T.to(torch.float32).unsqueeze(-1) * inv_freq_P).unsqueeze(-2)
+    cos_T1P, sin_T1P = angle_T1P.cos() * amplitude, angle_T1P.sin() * amplitude
+    return torch.cat((cos_T1P, cos_T1P), dim=-1).to(dtype), torch.cat((-sin_T1P, sin_T1P), dim=-1).to(dtype)
 
 
 def apply_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Half-split rotation of every head."""
-    first, second = x_TND.chunk(2, dim=-1)
-    return x_TND * cos_T1D + torch.cat((-second, first), dim=-1) * sin_T1D
+    """Half-split rotation of every head. The sign of the rotated half is in sin, so that halves are only swapped."""
+    return torch.addcmul(x_TND * cos_T1D, x_TND.roll(x_TND.shape[-1] // 2, dims=-1), sin_T1D)
 
 
 def swiglu(gate_up_TI: Tensor) -> Tensor:

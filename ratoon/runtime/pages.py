@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import heappop, heappush
 
 
 class PagePool:
@@ -15,8 +16,8 @@ class PagePool:
         if num_pages < 2:
             raise ValueError(f"a cache needs at least 2 pages (page 0 is the dummy's), got {num_pages}")
         self.num_pages = num_pages
-        # Lowest first, so that a lone row's pages are neighbours.
-        self._free = list(range(num_pages - 1, 0, -1))
+        # A heap: the lowest go first, so that a lone row's pages are neighbours.
+        self._free = list(range(1, num_pages))
         self._holders: dict[int, int] = {}
 
     @property
@@ -27,7 +28,7 @@ class PagePool:
         """`count` pages held once each. Raises MemoryError naming both numbers when too few are free."""
         if count > len(self._free):
             raise MemoryError(f"{count} pages needed, {len(self._free)} of {self.num_pages - 1} free")
-        pages = [self._free.pop() for _ in range(count)]
+        pages = [heappop(self._free) for _ in range(count)]
         self._holders.update(dict.fromkeys(pages, 1))
         return pages
 
@@ -46,7 +47,7 @@ class PagePool:
             self._holders[page] -= 1
             if not self._holders[page]:
                 del self._holders[page]
-                self._free.append(page)
+                heappush(self._free, page)
 
     def check(self) -> None:
         """Asserts that every page is either free once or held."""

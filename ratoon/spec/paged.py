@@ -23,6 +23,6 @@ class PagedAttend:
     page_size: int
 
     def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        cache = self.cache[layer]
-        store(cache, self.layout.slot_T, k_TKD, v_TKD)
-        return paged_attention(q_TND, cache, v_TKD, self.layout, self.bias[layer], self.page_size)
+        cache, bias = self.cache[layer], self.bias[layer]
+        store(cache, self.layout, bias.shape[3], k_TKD, v_TKD)
+        return paged_attention(q_TND, cache, v_TKD, self.layout, bias, self.page_size)

@@ -122,8 +122,7 @@ class Round:
         config, block = self.drafter.config, shape.block
         start_R = self.state.start_S[seat_R]
         context = self._context(start_R, block, shape.live)
-        exact = shape.live and shape.rows == 1
-        layout = block_layout(start_R, self._pages(seat_R, context), self.limits.page_size, block, exact)
+        layout = self._block_layout(seat_R, start_R, context, block, shape)
         position_RB = start_R[:, None] + torch.arange(block, device=start_R.device)
         attend = PagedAttend(self.draft_cache, layout, self._block_bias(position_RB, context), self.limits.page_size)
         x_TH = self.drafter.block_embeddings(self.target.embed.weight, anchor_R, block)
@@ -169,11 +168,19 @@ class Round:
     def _verify_layout(
         self, seat_R: Tensor, places: Places, start_R: Tensor, context: int, width: int, shape: RoundShape
     ) -> Layout:
+        if places.token.shape[0] == shape.rows * width and (width == 1 or shape.live and shape.rows == 1):
+            return self._block_layout(seat_R, start_R, context, width, shape)
         page_RP, page_size = self._pages(seat_R, context), self.limits.page_size
-        exact = shape.live and shape.rows == 1
-        if places.token.shape[0] == shape.rows * width and (exact or width == 1):
-            return block_layout(start_R, page_RP, page_size, width, exact)
         return packed_layout(places.row_start, places.row_of, places.local, start_R, page_RP, page_size, width)
+
+    def _block_layout(self, seat_R: Tensor, start_R: Tensor, context: int, width: int, shape: RoundShape) -> Layout:
+        exact = shape.live and shape.rows == 1
+        page_RP, first_slot = self._pages(seat_R, context), None
+        if exact:
+            pages = page_RP[0].tolist()
+            if pages == list(range(pages[0], pages[0] + len(pages))):
+                first_slot = pages[0] * self.limits.page_size
+        return block_layout(start_R, page_RP, self.limits.page_size, width, exact, first_slot)
 
     # ---- accept and commit ------------------------------------------------------------------------------------
 

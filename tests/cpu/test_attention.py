@@ -82,7 +82,7 @@ def attend(
     layout: Layout, seen_RNC: Tensor, cache: Tensor, page_size: int, qkv: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
     q, k, v = qkv
-    store(cache, layout.slot_T, k, v)
+    store(cache, layout, seen_RNC.shape[2], k, v)
     return paged_attention(q, cache, v, layout, additive(seen_RNC, q.shape[1] // KV_HEADS, q.dtype), page_size)
 
 
@@ -250,3 +250,19 @@ def test_additive_folds_the_heads_that_share_a_key() -> None:
     assert bias.shape == (1, 1, 6, 2) and bias.dtype == torch.bfloat16
     inf = float("inf")
     assert bias[0, 0].tolist() == [[0, -inf], [0, 0]] * 3
+
+
+def test_neighbour_pages_are_read_and_written_in_place() -> None:
+    page_size, base, width = 4, 6, 3
+    context = base + width
+    pages, base_R = torch.tensor([[3, 4, 5]]), torch.tensor([base])
+    seen_RNC = torch.arange(context) <= (base_R[:, None] + torch.arange(width)).unsqueeze(2)
+    outs, caches = [], []
+    for first_slot in (None, 3 * page_size):
+        cache = filled_cache(page_size, seed=7)
+        layout = block_layout(base_R, pages, page_size, width, exact=True, first_slot=first_slot)
+        outs.append(attend(layout, seen_RNC, cache, page_size, random_qkv(width, seed=8)))
+        caches.append(cache)
+    assert torch.equal(caches[0], caches[1])
+    torch.testing.assert_close(outs[0], outs[1])
+    assert not torch.equal(caches[0], filled_cache(page_size, seed=7))
