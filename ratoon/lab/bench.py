@@ -250,8 +250,8 @@ def _figures(row: dict[str, Any]) -> list[str]:
 
 
 def agreement(row: dict[str, Any]) -> str:
-    """Whether the tokens equal the autoregressive ones, in words."""
-    parts = [f"{row['identical_prompts']} equal"]
+    """Whether the tokens equal the autoregressive ones, in a few words."""
+    parts = [f"{row['identical_prompts']} yes"]
     parts += [f"{row['near_tie_prompts']} near-tie"] if row["near_tie_prompts"] else []
-    parts += [f"{row['mismatched_prompts']} DIFFERENT"] if row["mismatched_prompts"] else []
+    parts += [f"{row['mismatched_prompts']} NO"] if row["mismatched_prompts"] else []
     return ", ".join(parts)

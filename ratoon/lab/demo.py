@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from ratoon.core.request import Method
+from ratoon.core.request import Method, compare
 from ratoon.core.tree import Tree, draw
 from ratoon.lab.bench import agreement
 from ratoon.lab.prompts import HUMANEVAL_STOP, Prompt
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 EngineFor = Callable[..., "Engine"]
 
+_SAME = {"identical": "yes", "near_tie": "near-tie", "mismatch": "NO"}
 METHODS: tuple[Method, ...] = ("ar", "chain", "tree")
 # They end inside a line: after a line break this model tends to close the code and to talk about it.
 PROMPTS = (
@@ -147,30 +148,30 @@ def _table(measured: dict[Method, Measured], records: Sequence[dict[str, Any]]) 
     row = records[-1]
     shown = Table(title=f"{row['model']} with {row['drafter']}: {row['dtype']}, {row['mode']} mode on {row['device']}")
     for name in ("method", "prompt", "tokens", "tok/s", "speed-up", "tau", "same tokens"):
-        shown.add_column(name, justify="left" if name in ("method", "prompt") else "right")
+        shown.add_column(name, justify="left" if name in ("method", "prompt") else "right", no_wrap=True)
     for row in records:
         method: Method = row["method"]
         same = "-" if method == "ar" else agreement(row)
         speed, speedup = f"{row['tok_s']:.1f}", f"{row['speedup_vs_ar']:.2f}x"
-        shown.add_row(method, "all", str(row["output_tokens"]), speed, speedup, f"{row['tau']:.2f}", same, style="bold")
+        shown.add_row(method, "all three", str(row["output_tokens"]), speed, speedup, f"{row['tau']:.2f}", same, style="bold")
         for place, prompt in enumerate(PROMPTS):
-            shown.add_row("", *_prompt_row(prompt, measured[method], measured["ar"], place))
+            shown.add_row("", *_prompt_row(prompt, measured[method], measured["ar"], place, row["dtype"]))
         shown.add_section()
     return shown
 
 
-def _prompt_row(prompt: Prompt, measured: Measured, reference: Measured, place: int) -> list[str]:
+def _prompt_row(prompt: Prompt, measured: Measured, reference: Measured, place: int, dtype: str) -> list[str]:
     """A prompt's own line; its time is its decoding plus its time to the first token."""
     output, plain = measured.outputs[place], reference.outputs[place]
     speed, base = _tok_s(measured, place), _tok_s(reference, place)
-    same = "yes" if output.token_ids == plain.token_ids else "no"
+    verdict = compare(plain, output, dtype).verdict
     return [
         f"{prompt.kind}: {prompt.id.removeprefix('demo/')}",
         str(len(output.token_ids)),
         f"{speed:.1f}",
         f"{speed / base:.2f}x",
         f"{output.tau:.2f}",
-        "-" if measured is reference else same,
+        "-" if measured is reference else _SAME[verdict],
     ]
 
 

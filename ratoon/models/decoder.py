@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.rope import RopeConfig
-from ratoon.models.layers import MLP, Attend, Linear, RMSNorm
+from ratoon.models.layers import MLP, Attend, Linear, RMSNorm, pack_linears, packed, packed_linear
 from ratoon.ops.fused import apply_rope, inverse_frequencies, rotary
 
 
@@ -115,6 +115,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self._packed_head: Tensor | None = None
 
     @property
     def head_weight(self) -> Tensor:
@@ -140,8 +141,15 @@ class Decoder(nn.Module):
         taps_TX = torch.cat([tapped[index] for index in tap_ids], dim=-1) if tap_ids else None
         return self.norm(h_TH), taps_TX
 
+    def pack(self) -> None:
+        """Packs all products for a CPU (models/layers.py), the head's too; the embedding stays as it is."""
+        pack_linears(self)
+        self._packed_head = packed(self.head_weight)
+
     def logits(self, h_TH: Tensor) -> Tensor:
-        """float32 [T, V] of hidden after the final norm."""
+        """The bare head: float32 [T, V] of hidden after the final norm."""
+        if self._packed_head is not None:
+            return packed_linear(h_TH, self._packed_head).float()
         return float_product(h_TH, self.head_weight)
 
     def rescore(self, h_TH: Tensor, token_TK: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.core.drafter import DrafterConfig
-from ratoon.models.decoder import float_product
 from ratoon.models.layers import MLP, Attend, Linear, RMSNorm
 from ratoon.ops.fused import apply_rope, inverse_frequencies, rotary
 
@@ -138,9 +137,9 @@ class DFlash(nn.Module):
             x_TH = layer(index, x_TH, cos_T1D, sin_T1D, attend)
         return self.norm(x_TH)
 
-    def logits(self, h_NH: Tensor, head_weight_VH: Tensor) -> Tensor:
-        """float32 [N, V] from the target's bare head, then the drafter's own multiplier and softcap."""
-        return self.shape_logits(float_product(h_NH, head_weight_VH))
+    def logits(self, h_NH: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """float32 [N, V]: the target's bare head ([N, H] to [N, V]), then the drafter's own multiplier and softcap."""
+        return self.shape_logits(head(h_NH))
 
     def shape_logits(self, logits_NV: Tensor) -> Tensor:
         """Multiplier and softcap of this checkpoint; keeps the dtype."""

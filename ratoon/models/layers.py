@@ -21,6 +21,29 @@ class Attend(Protocol):
         ...
 
 
+def packed(weight: Tensor) -> Tensor:
+    """The weight [out, in] in the order that `packed_linear` takes."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+
+
+def packed_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """linear(x, weight, bias) with a packed weight."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether packing pays: bfloat16 that oneDNN computes on this CPU. (float32 at one place is slower packed.)"""
+    has_onednn = torch.backends.mkldnn.is_available()
+    return dtype == torch.bfloat16 and has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def pack_linears(network: nn.Module) -> None:
+    """Packs every Linear of a network."""
+    for module in network.modules():
+        if isinstance(module, Linear):
+            module.pack()
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale."""
 
@@ -40,8 +63,19 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Keeps a second copy of the weights in oneDNN's blocked order (CPU, bfloat16).
+
+        Without it oneDNN reorders the weights in every call: 16 places of a 135M model take 30 ms instead of 23
+        (2 cores, 2026-11-30). The packed copy is opaque, so a captured graph must not use it.
+        """
+        self._packed = packed(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._packed is not None:
+            return packed_linear(x, self._packed, self.bias)
         return nn.functional.linear(x, self.weight, self.bias)
 
 

@@ -16,7 +16,13 @@ from ratoon.core.rope import RopeConfig
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim (also per head, with x [T, N, D] and weight [D])."""
-    return F.rms_norm(x_TH, (x_TH.shape[-1],), weight_H, eps)
+    size = x_TH.shape[-1]
+    if x_TH.is_cuda:
+        return F.rms_norm(x_TH, (size,), weight_H, eps)
+    # torch composes F.rms_norm of ten calls on a CPU, but has a kernel for layer norm; and the mean of (x, -x) is 0,
+    # its variance the mean square of x. 16 places of 576 in bfloat16: 130 us less per norm (2 cores, 2026-11-30).
+    both = F.layer_norm(torch.cat((x_TH, -x_TH), dim=-1), (2 * size,), eps=eps)
+    return both.narrow(-1, 0, size) * weight_H
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device | None = None) -> Tensor:

@@ -98,21 +98,27 @@ class BudgetPolicy:
         self.decisions[best] += 1
         return best
 
-    def observe(self, seat: int, bucket: Bucket, mass: Sequence[float], accepted: int) -> None:
-        """What a drafted round of a seat reported: masses of the buckets its block reaches, nodes accepted."""
+    def observe(
+        self, seat: int, bucket: Bucket, mass: Sequence[float], accepted: int, built: int | None = None
+    ) -> None:
+        """What a drafted round of a seat reported: masses of the buckets its block reaches, nodes accepted.
+
+        built: most nodes that the round gave a row (None: enough for every bucket); no larger bucket's mass was seen.
+        """
         forecast = self._seats.get(seat)
         if forecast is None or bucket == PLAIN:
             return
         forecast.rounds += 1
         block, _ = bucket
-        old = dict(zip(self.buckets, forecast.mass, strict=True))
-        for index, (other_block, nodes) in enumerate(self.buckets):
-            if other_block <= block:
-                forecast.mass[index] += self.rate * (mass[index] - forecast.mass[index])
-            elif old.get((block, nodes)):
-                # Depths that this block cannot see are taken to rise and fall with those it can.
-                seen = self.buckets.index((block, nodes))
-                forecast.mass[index] *= forecast.mass[seen] / old[block, nodes]
+        before = dict(zip(self.buckets, forecast.mass, strict=True))
+        seen = [other <= block and (built is None or nodes <= built) for other, nodes in self.buckets]
+        for index in (index for index, known in enumerate(seen) if known):
+            forecast.mass[index] += self.rate * (mass[index] - forecast.mass[index])
+        if before.get(bucket):
+            # What this block and tree cannot see is taken to rise and fall with what they can.
+            change = forecast.mass[self.buckets.index(bucket)] / before[bucket]
+            for index in (index for index, known in enumerate(seen) if not known):
+                forecast.mass[index] *= change
         expected = mass[self.buckets.index(bucket)] if bucket in self.buckets else 0.0
         if expected > 0:
             # Slow: one round's accepted count is noise around its expectation.

@@ -129,7 +129,7 @@ class Round:
         hidden = self.drafter(x_TH, position_RB.flatten(), attend).view(shape.rows, block, -1)
         if not config.anchor_first:
             hidden = hidden[:, 1:]
-        logits = self.drafter.logits(hidden.flatten(0, 1), self.target.head_weight)
+        logits = self.drafter.logits(hidden.flatten(0, 1), self.target.logits)
         token_NK, logprob_NK = rank_candidates(logits, min(self.limits.max_ranks, shape.nodes))
         as_rows = (shape.rows, hidden.shape[1], -1)
         budget_R = torch.where(self.state.done_S[seat_R], 0, self.state.budget_S[seat_R].clamp(max=shape.nodes))
@@ -168,7 +168,7 @@ class Round:
     def _verify_layout(
         self, seat_R: Tensor, places: Places, start_R: Tensor, context: int, width: int, shape: RoundShape
     ) -> Layout:
-        if places.token.shape[0] == shape.rows * width and (width == 1 or shape.live and shape.rows == 1):
+        if places.token.shape[0] == shape.rows * width and (width == 1 or (shape.live and shape.rows == 1)):
             return self._block_layout(seat_R, start_R, context, width, shape)
         page_RP, page_size = self._pages(seat_R, context), self.limits.page_size
         return packed_layout(places.row_start, places.row_of, places.local, start_R, page_RP, page_size, width)

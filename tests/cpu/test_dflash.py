@@ -87,7 +87,7 @@ def check(model: DFlash, cache: Cache, cases: dict[str, Tensor], name: str, targ
         cases[f"{name}.anchor"],
         target["model.embed_tokens.weight"],
     )
-    got["logits"] = model.logits(got["hidden"][model.config.first_prediction :], target["lm_head.weight"])
+    got["logits"] = model.logits(got["hidden"][model.config.first_prediction :], lambda h: h @ target["lm_head.weight"].t())
     for key, value in got.items():
         torch.testing.assert_close(value, cases[f"{name}.{key}"], rtol=0, atol=2e-5)
     assert torch.equal(got["logits"].argmax(-1), cases[f"{name}.logits"].argmax(-1))
@@ -162,7 +162,7 @@ def test_logits_multiplier_then_softcap() -> None:
     model = DFlash(small_config(output_multiplier=0.5, final_logit_softcapping=3.0))
     hidden, head = torch.randn(4, 64), torch.randn(512, 64)
     want = 3.0 * torch.tanh(hidden @ head.T * 0.5 / 3.0)
-    torch.testing.assert_close(model.logits(hidden, head), want)
+    torch.testing.assert_close(model.logits(hidden, lambda h: h @ head.t()), want)
 
 
 def test_frequencies_survive_a_cast() -> None:

@@ -21,6 +21,7 @@ from ratoon.runtime.engine import Engine, StreamEvent
 from ratoon.runtime.pages import PagePool
 from ratoon.runtime.setup import auto_buckets, limits_for
 from ratoon.runtime.text import Tokenizer
+from ratoon.spec.budget import BudgetPolicy, CostTable, Curve
 from ratoon.train.export import export_drafter
 from tests.cpu import toy
 from tests.cpu.toy import Ask, Prophet, Text, assert_same_text, dense_text
@@ -171,6 +172,24 @@ def test_an_automatic_budget_gives_the_text_and_counts_its_choices(make: Maker) 
     assert sum(buckets.values()) == sum(engine._policy.decisions.values()) > 0
     assert counters["tokens"] == NUM * (len(PROMPTS) + 6)
     assert not engine._policy._seats, "a finished request leaves the policy"
+
+
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_the_policy_is_told_how_large_the_trees_were(make: Maker, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A padded round builds only what its shape holds; a live one builds for the largest bucket."""
+    steep = CostTable({4: Curve((1,), (0.1,)), 8: Curve((1,), (0.2,))}, Curve((1, 2), (1.0, 1.3)))
+    monkeypatch.setattr(engine_module, "measure_costs", lambda *_: steep)
+    engine = make.new(budget="auto", mode=mode, max_rows=1, max_model_len=48)
+    told = []
+    real = BudgetPolicy.observe
+    monkeypatch.setattr(BudgetPolicy, "observe", lambda self, *args: told.append(args) or real(self, *args))
+    check_texts([engine.generate(PROMPTS[0], FREE)[0]], PROMPTS[:1])
+    assert {args[1] for args in told} <= set(engine.limits.forecast)
+    largest = max(nodes for _, nodes in engine.limits.forecast)
+    for _, bucket, mass, accepted, built in told:
+        assert built == (largest if mode == "eager" else bucket[1]) and accepted <= bucket[1] < largest
+        assert len(mass) == len(engine.limits.forecast)
+    engine.close()
 
 
 def test_a_real_drafter_from_disk(model: Path, drafter: Path) -> None:

@@ -200,7 +200,7 @@ def test_soft_labels_use_the_target_at_the_place_before(target: Decoder) -> None
     hidden, taps = target_pass(target, batch, drafter.config.target_layer_ids, "explicit")
     teacher = target.logits(hidden[10:17]).softmax(-1)
     drafted = draft_pass(drafter, target.embed.weight, taps, batch, blocks, "explicit")[0, 0]
-    each = -(teacher * drafter.logits(drafted, target.head_weight).log_softmax(-1)).sum(-1)
+    each = -(teacher * drafter.logits(drafted, target.logits).log_softmax(-1)).sum(-1)
     torch.testing.assert_close(loss, (each * blocks.weight[0, 0]).sum() / blocks.weight.sum())
 
 

@@ -136,7 +136,7 @@ class Prophet(DFlash):
         self._start_R = position_T.view(-1, self._block)[:, 0]
         return super().forward(x_TH, position_T, attend)
 
-    def logits(self, h_NH: Tensor, head_weight_VH: Tensor) -> Tensor:
+    def logits(self, h_NH: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         start_R = self._start_R.clamp(max=MAX_LEN - 1)
         depths = h_NH.shape[0] // start_R.shape[0]
         true_NL = self.truth_PVL[start_R, self._anchor_R][:, :depths]
@@ -144,7 +144,7 @@ class Prophet(DFlash):
         place_NV = self.order_LV[:depths].repeat(start_R.shape[0], 1)
         known_N1, at_N1 = true_N1 >= 0, place_NV.gather(1, true_N1.clamp(min=0))
         swapped_NV = torch.where(place_NV == rank_N1, at_N1, place_NV).scatter(1, true_N1.clamp(min=0), rank_N1)
-        heard_NV = super().logits(h_NH, head_weight_VH).tanh()
+        heard_NV = super().logits(h_NH, head).tanh()
         return 0.05 * heard_NV - self.slope * torch.where(known_N1, swapped_NV, place_NV)
 
 
@@ -254,7 +254,7 @@ def dense_text(target: Decoder, ask: Ask) -> Text:
             ids.append(int(drawn.token_T))
             text.tokens.append(ids[-1])
             text.gaps.append(min(float(drawn.gap_T), float(drawn.edge_gap_T)))
-            text.done = ids[-1] in ask.stop_ids or len(text.tokens) == ask.num
+            text.done = ids[-1] in ask.stop_ids or len(text.tokens) >= ask.num
     return text
 
 
@@ -384,8 +384,10 @@ class Bench:
         after: Callable[[Sequence[Seat]], None] | None = None,
     ) -> None:
         """Rounds until all are done."""
-        live = list(seats)
+        live, rounds = list(seats), 0
         while live:
+            rounds += 1
+            assert rounds <= sum(seat.ask.num for seat in seats), "a row that never ends"
             if before:
                 before(live)
             self.read(live, self.launch(live, shape))

@@ -135,6 +135,15 @@ def test_a_short_block_scales_the_depths_that_it_cannot_see() -> None:
     assert made._seats[1].mass == pytest.approx([1.0, 1.5, 4.0 * 1.5 / 2.0])
 
 
+def test_a_tree_too_small_for_a_bucket_says_nothing_of_it_but_its_trend() -> None:
+    """Else a small bucket would report its own mass for the larger ones, and never be left again."""
+    made = policy(flat_table(), rate=0.5)
+    made.observe(1, DEEP, [2.0, 2.0, 2.0], accepted=2, built=3)  # bucket WIDE and DEEP hold 15
+    assert made._seats[1].mass == pytest.approx([1.5, 2.0, 4.0])
+    made.observe(1, SMALL, [3.0, 3.0, 3.0], accepted=2, built=3)
+    assert made._seats[1].mass == pytest.approx([2.25, 2.0 * 1.5, 4.0 * 1.5])
+
+
 def test_the_scale_follows_what_is_accepted() -> None:
     up, down = policy(flat_table()), policy(flat_table())
     for _ in range(400):
