@@ -163,6 +163,8 @@ def run(matrix: Matrix, json_path: Path | None) -> list[dict[str, Any]]:
             sink.close()
         if records:
             console.print(table(records))
+            for line in (line for row in records for line in told(row)):
+                console.print(line, highlight=False)
     return records
 
 
@@ -255,3 +257,13 @@ def agreement(row: dict[str, Any]) -> str:
     parts += [f"{row['near_tie_prompts']} near-tie"] if row["near_tie_prompts"] else []
     parts += [f"{row['mismatched_prompts']} NO"] if row["mismatched_prompts"] else []
     return ", ".join(parts)
+
+
+def told(row: dict[str, Any]) -> list[str]:
+    """A line per first divergence from the autoregressive tokens: near-ties are printed, never skipped."""
+    cell = " ".join(str(part) for part in (row["method"], row["budget"], f"C={row['concurrency']}") if part is not None)
+    return [
+        f"{cell}: {d['prompt']} differs from token {d['index']} on: {d['verdict'].replace('_', '-')}, the top two are "
+        f"{d['gap']:.4f} apart (bound {d['bound']:.4f})"
+        for d in row["divergences"]
+    ]

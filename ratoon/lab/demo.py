@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ratoon.core.request import Method, compare
 from ratoon.core.tree import Tree, draw
-from ratoon.lab.bench import agreement
+from ratoon.lab.bench import agreement, told
 from ratoon.lab.prompts import HUMANEVAL_STOP, Prompt
 from ratoon.lab.record import Budget, Cell, Measured, measure, record, warm_up
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 EngineFor = Callable[..., "Engine"]
 
 _SAME = {"identical": "yes", "near_tie": "near-tie", "mismatch": "NO"}
+_FIGURES = {"output_tokens": "d", "tok_s": ".1f", "speedup_vs_ar": ".2f", "tau": ".2f"}
 METHODS: tuple[Method, ...] = ("ar", "chain", "tree")
 # They end inside a line: after a line break this model tends to close the code and to talk about it.
 PROMPTS = (
@@ -136,6 +137,8 @@ def _show(
         console.print(Text(prompt.text or prompt.messages[0]["content"] + "\n", style="bold"), end="")
         console.print(Text(output.text.rstrip() + "\n"))
     console.print(_table(measured, records))
+    for line in (line for row in records for line in told(row)):
+        console.print(Text(line))
     if picture:
         console.print("\nOne round's draft tree, the accepted path in heavy strokes:")
         for line in picture:
@@ -147,13 +150,13 @@ def _table(measured: dict[Method, Measured], records: Sequence[dict[str, Any]]) 
     """One line per method over all prompts, then one per method and prompt."""
     row = records[-1]
     shown = Table(title=f"{row['model']} with {row['drafter']}: {row['dtype']}, {row['mode']} mode on {row['device']}")
-    for name in ("method", "prompt", "tokens", "tok/s", "speed-up", "tau", "same tokens"):
+    for name in ("method", "prompt", "tokens", "tok/s", "x AR", "tau", "same tokens"):
         shown.add_column(name, justify="left" if name in ("method", "prompt") else "right", no_wrap=True)
     for row in records:
         method: Method = row["method"]
         same = "-" if method == "ar" else agreement(row)
-        speed, speedup = f"{row['tok_s']:.1f}", f"{row['speedup_vs_ar']:.2f}x"
-        shown.add_row(method, "all three", str(row["output_tokens"]), speed, speedup, f"{row['tau']:.2f}", same, style="bold")
+        figures = [format(row[key], form) for key, form in _FIGURES.items()]
+        shown.add_row(method, "all three", *figures, same, style="bold")
         for place, prompt in enumerate(PROMPTS):
             shown.add_row("", *_prompt_row(prompt, measured[method], measured["ar"], place, row["dtype"]))
         shown.add_section()
@@ -166,10 +169,10 @@ def _prompt_row(prompt: Prompt, measured: Measured, reference: Measured, place: 
     speed, base = _tok_s(measured, place), _tok_s(reference, place)
     verdict = compare(plain, output, dtype).verdict
     return [
-        f"{prompt.kind}: {prompt.id.removeprefix('demo/')}",
+        prompt.id.removeprefix("demo/"),
         str(len(output.token_ids)),
         f"{speed:.1f}",
-        f"{speed / base:.2f}x",
+        f"{speed / base:.2f}",
         f"{output.tau:.2f}",
         "-" if measured is reference else _SAME[verdict],
     ]

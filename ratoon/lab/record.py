@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ratoon.core.request import Method, RequestOutput, SamplingParams, compare
+from ratoon.core.request import Method, RequestOutput, SamplingParams, compare, near_tie_bound
 from ratoon.lab.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -64,9 +64,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """Outputs in prompt order, each one's time to its first token from when it was let in (a prompt that waits for a
-    free row is not late), wall time of the whole set (prefill included), mean stage times of its rounds."""
+    """Outputs in the order of the prompts (ids), wall time of the whole set (prefill included), mean stage times.
 
+    `ttft_s` counts from when a prompt was let in: one that waits for a free row is not late.
+    """
+
+    prompts: tuple[str, ...]
     outputs: tuple[RequestOutput, ...]
     ttft_s: tuple[float, ...]
     wall_s: float
@@ -105,7 +108,12 @@ def measure(engine: Engine, prompts: Sequence[Prompt], cell: Cell, watch: Watch 
     wall_s = time.perf_counter() - begun
     after = engine.counters()
     return Measured(
-        tuple(outputs), tuple(ttft_s), wall_s, _stage_ms(before, after), _fallbacks(before, after)
+        prompts=tuple(prompt.id for prompt in prompts),
+        outputs=tuple(outputs),
+        ttft_s=tuple(ttft_s),
+        wall_s=wall_s,
+        stage_ms=_stage_ms(before, after),
+        fallbacks=_fallbacks(before, after),
     )
 
 
@@ -156,7 +164,8 @@ def record(engine: Engine, cell: Cell, measured: Measured, reference: Measured |
     """The bench record. `reference`: the autoregressive run of the same prompts, or None where there was none."""
     outputs = measured.outputs
     rounds = sum(output.rounds for output in outputs)
-    verdicts = _verdicts(engine, outputs, reference)
+    divergences = _divergences(measured, reference, engine.dtype) if reference else []
+    verdicts = [divergence["verdict"] for divergence in divergences]
     speculative = cell.method != "ar"
     return {
         "model": engine.model,
@@ -175,9 +184,10 @@ def record(engine: Engine, cell: Cell, measured: Measured, reference: Measured |
         "speedup_vs_ar": round(measured.tok_s / reference.tok_s, 3) if reference else None,
         "tau": round(measured.num_tokens / rounds, 3) if rounds else None,
         "accept_per_position": accept_per_position(outputs),
-        "identical_prompts": verdicts.count("identical") if reference else None,
+        "identical_prompts": len(outputs) - len(verdicts) if reference else None,
         "near_tie_prompts": verdicts.count("near_tie") if reference else None,
         "mismatched_prompts": verdicts.count("mismatch") if reference else None,
+        "divergences": divergences,
         **{f"ms_{stage}": _rounded(measured.stage_ms.get(stage)) for stage in STAGES},
         "ttft_ms": round(1000 * statistics.median(measured.ttft_s), 2),
         "fallbacks": measured.fallbacks,
@@ -186,11 +196,24 @@ def record(engine: Engine, cell: Cell, measured: Measured, reference: Measured |
     }
 
 
-def _verdicts(engine: Engine, outputs: Sequence[RequestOutput], reference: Measured | None) -> list[str]:
-    if reference is None:
-        return []
-    pairs = zip(reference.outputs, outputs, strict=True)
-    return [compare(ours, theirs, engine.dtype).verdict for ours, theirs in pairs]
+def _divergences(measured: Measured, reference: Measured, dtype: str) -> list[dict[str, Any]]:
+    """Where texts leave the autoregressive ones: prompt, index of the token, AR's top-two gap and its bound there."""
+    found = []
+    for prompt, ours, theirs in zip(measured.prompts, reference.outputs, measured.outputs, strict=True):
+        comparison = compare(ours, theirs, dtype)
+        if comparison.index is None:
+            continue
+        place = min(comparison.index, len(ours.gaps) - 1)
+        found.append(
+            {
+                "prompt": prompt,
+                "verdict": comparison.verdict,
+                "index": comparison.index,
+                "gap": round(ours.gaps[place], 6),
+                "bound": near_tie_bound(ours.top_logits[place], dtype),
+            }
+        )
+    return found
 
 
 def _rounded(value: float | None) -> float | None:

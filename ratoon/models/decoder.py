@@ -88,6 +88,8 @@ class Attention(nn.Module):
         out_TND = attend(layer, q_TND, k_TKD, qkv_TND[:, num_q + num_k :])
         return self.o_proj(out_TND.reshape(x_TH.shape[0], num_q * self.head_dim))
 
+    __call__ = forward
+
 
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward, each with its residual."""
@@ -102,6 +104,8 @@ class DecoderLayer(nn.Module):
     def forward(self, h_TH: Tensor, cos_sin: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
         h_TH = h_TH + self.self_attn(self.input_layernorm(h_TH), cos_sin, layer, attend)
         return h_TH + self.mlp(self.post_attention_layernorm(h_TH))
+
+    __call__ = forward
 
 
 class Decoder(nn.Module):

@@ -67,6 +67,8 @@ class DraftLayer(nn.Module):
         h_TH = h_TH + self.self_attn.o_proj(attend(index, q, k, v).flatten(-2))
         return h_TH + self.mlp(self.post_attention_layernorm(h_TH))
 
+    __call__ = forward
+
 
 class DFlash(nn.Module):
     """The draft network. Weights are left uninitialised for the loader or the trainer."""

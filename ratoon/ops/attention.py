@@ -100,22 +100,14 @@ def additive(mask_RNC: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return bias.unsqueeze(1).expand(-1, group, -1, -1).reshape(num_rows, 1, group * width, context)
 
 
-def store(cache: Tensor, layout: Layout, context: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
+def store(cache: Tensor, layout: Layout, k_TKD: Tensor, v_TKD: Tensor) -> None:
     """Writes keys and values into a layer's cache [S, 2, K, D]. Slot 0 may be named twice: its content is nobody's."""
-    if layout.first_slot is not None:
-        end = layout.first_slot + context
-        own = cache[end - k_TKD.shape[0] : end]
-        own[:, 0].copy_(k_TKD)
-        own[:, 1].copy_(v_TKD)
-        return
     cache[:, 0].index_copy_(0, layout.slot_T, k_TKD)
     cache[:, 1].index_copy_(0, layout.slot_T, v_TKD)
 
 
 def _read(cache: Tensor, layout: Layout, context: int, page_size: int) -> Tensor:
     """K/V of slots 0..C-1 of every row, [R, C, 2, K, D], finite beyond the rows' ends."""
-    if layout.first_slot is not None:
-        return cache[layout.first_slot : layout.first_slot + context].unsqueeze(0)
     pages = cache.view(-1, page_size * cache[0].numel()).index_select(0, layout.page_RP.flatten())
     kv_RC2KD = pages.view(layout.num_rows, -1, *cache.shape[1:])[:, :context]
     if layout.end_R is None:
@@ -133,22 +125,46 @@ def paged_attention(
     cache [S, 2, K, D] already holds the places' own K/V; bias from `additive`. A dummy place sees itself alone,
     so its output is its own value (v_THD [T, K, D]).
     """
-    heads, head_dim = q_THD.shape[1:]
-    kv_heads, context = cache.shape[2], bias.shape[3]
-    group, num_rows = heads // kv_heads, layout.num_rows
-    kv_RC2KD = _read(cache, layout, context, page_size)
-    q_RNHD = _rectangle(layout, q_THD)
-    width = q_RNHD.shape[1]
-    q_RKMD = q_RNHD.view(num_rows, width, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    out = F.scaled_dot_product_attention(
-        q_RKMD, kv_RC2KD[:, :, 0].transpose(1, 2), kv_RC2KD[:, :, 1].transpose(1, 2), attn_mask=bias
-    )
-    out = out.view(num_rows, kv_heads, group, width, head_dim).permute(0, 3, 1, 2, 4)
-    out = out.reshape(num_rows * width, heads, head_dim)
+    kv_RC2KD = _read(cache, layout, bias.shape[3], page_size)
+    k_RKCD, v_RKCD = kv_RC2KD[:, :, 0].transpose(1, 2), kv_RC2KD[:, :, 1].transpose(1, 2)
+    out = attend_rows(_rectangle(layout, q_THD), k_RKCD, v_RKCD, bias).flatten(0, 1)
     if layout.rect_T is None or layout.dummy_T is None:
         return out
-    own = v_THD.repeat_interleave(group, dim=1)
+    own = v_THD.repeat_interleave(q_THD.shape[1] // cache.shape[2], dim=1)
     return torch.where(layout.dummy_T[:, None, None], own, out.index_select(0, layout.rect_T))
+
+
+def attend_rows(q_RNHD: Tensor, k_RKCD: Tensor, v_RKCD: Tensor, bias: Tensor) -> Tensor:
+    """Grouped attention of R rows of N places, [R, N, H, D]; a group's query heads are folded with the places."""
+    num_rows, width, heads, head_dim = q_RNHD.shape
+    kv_heads = k_RKCD.shape[1]
+    if width == 1:
+        q_RKGD = q_RNHD.view(num_rows, kv_heads, -1, head_dim)
+        return F.scaled_dot_product_attention(q_RKGD, k_RKCD, v_RKCD, attn_mask=bias).view_as(q_RNHD)
+    q_RKMD = q_RNHD.view(num_rows, width, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    out = F.scaled_dot_product_attention(q_RKMD, k_RKCD, v_RKCD, attn_mask=bias)
+    out = out.view(num_rows, kv_heads, -1, width, head_dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(num_rows, width, heads, head_dim)
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """One row's cache as views of all layers, made once per pass: keys and values [1, K, C, D], and where the pass
+    writes its own N places, [N, K, D]."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    own_keys: tuple[Tensor, ...]
+    own_values: tuple[Tensor, ...]
+
+
+def in_place(cache: Tensor, first_slot: int, context: int, width: int) -> InPlace:
+    """Views of cache [layers, S, 2, K, D] for a row whose slots 0..C-1 lie side by side from `first_slot` on."""
+    kv_L2KCD = cache[:, first_slot : first_slot + context].permute(0, 2, 3, 1, 4).unsqueeze(2)
+    own_L2NKD = cache[:, first_slot + context - width : first_slot + context].transpose(1, 2)
+    keys, values = (part.unbind(0) for part in kv_L2KCD.unbind(1))
+    own_keys, own_values = (part.unbind(0) for part in own_L2NKD.unbind(1))
+    return InPlace(keys, values, own_keys, own_values)
 
 
 def _rectangle(layout: Layout, x: Tensor) -> Tensor:

@@ -6,23 +6,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from ratoon.ops.attention import Layout, paged_attention, store
+from ratoon.ops.attention import InPlace, Layout, attend_rows, in_place, paged_attention, store
 
 
-@dataclass(frozen=True)
 class PagedAttend:
     """Attend (models/layers.py) over cache [layers, S, 2, K, D]; `bias[layer]` is that layer's additive mask."""
 
-    cache: Tensor
-    layout: Layout
-    bias: Sequence[Tensor]
-    page_size: int
+    def __init__(self, cache: Tensor, layout: Layout, bias: Sequence[Tensor], page_size: int) -> None:
+        self.cache, self.layout, self.bias, self.page_size = cache, layout, bias, page_size
+        self._views: InPlace | None = None
+        if layout.first_slot is not None:
+            self._views = in_place(cache, layout.first_slot, bias[0].shape[3], layout.slot_T.shape[0])
 
     def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        cache, bias = self.cache[layer], self.bias[layer]
-        store(cache, self.layout, bias.shape[3], k_TKD, v_TKD)
-        return paged_attention(q_TND, cache, v_TKD, self.layout, bias, self.page_size)
+        views, bias = self._views, self.bias[layer]
+        if views is None:
+            cache = self.cache[layer]
+            store(cache, self.layout, k_TKD, v_TKD)
+            return paged_attention(q_TND, cache, v_TKD, self.layout, bias, self.page_size)
+        views.own_keys[layer].copy_(k_TKD)
+        views.own_values[layer].copy_(v_TKD)
+        return attend_rows(q_TND.unsqueeze(0), views.keys[layer], views.values[layer], bias).squeeze(0)

@@ -25,6 +25,7 @@ from ratoon.ops.attention import (
     tree_mask,
 )
 from ratoon.ops.tree import Places, TreeBatch, pack
+from ratoon.spec.paged import PagedAttend
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 NUM_PAGES = 64
@@ -82,7 +83,7 @@ def attend(
     layout: Layout, seen_RNC: Tensor, cache: Tensor, page_size: int, qkv: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
     q, k, v = qkv
-    store(cache, layout, seen_RNC.shape[2], k, v)
+    store(cache, layout, k, v)
     return paged_attention(q, cache, v, layout, additive(seen_RNC, q.shape[1] // KV_HEADS, q.dtype), page_size)
 
 
@@ -257,12 +258,16 @@ def test_neighbour_pages_are_read_and_written_in_place() -> None:
     context = base + width
     pages, base_R = torch.tensor([[3, 4, 5]]), torch.tensor([base])
     seen_RNC = torch.arange(context) <= (base_R[:, None] + torch.arange(width)).unsqueeze(2)
+    bias = additive(seen_RNC, HEADS // KV_HEADS, torch.float32)
     outs, caches = [], []
     for first_slot in (None, 3 * page_size):
-        cache = filled_cache(page_size, seed=7)
+        cache = filled_cache(page_size, seed=7).repeat(2, 1, 1, 1, 1)
         layout = block_layout(base_R, pages, page_size, width, exact=True, first_slot=first_slot)
-        outs.append(attend(layout, seen_RNC, cache, page_size, random_qkv(width, seed=8)))
+        attend_paged = PagedAttend(cache, layout, [bias, bias], page_size)
+        outs.append(attend_paged(1, *random_qkv(width, seed=8)))
         caches.append(cache)
     assert torch.equal(caches[0], caches[1])
     torch.testing.assert_close(outs[0], outs[1])
-    assert not torch.equal(caches[0], filled_cache(page_size, seed=7))
+    untouched = filled_cache(page_size, seed=7)
+    assert torch.equal(caches[1][0], untouched)
+    assert not torch.equal(caches[1][1], untouched)

@@ -316,10 +316,14 @@ def test_bench_writes_one_record_a_line(engines: type[FakeEngine], tmp_path: Pat
 def test_bench_counts_what_differs(engines: type[FakeEngine], tmp_path: Path) -> None:
     engines.wrong_token = 2
     (tmp_path / "p.jsonl").write_text('{"prompt": "one two"}\n')
-    ratoon("bench", "--prompts", str(tmp_path / "p.jsonl"), "--methods", "ar,tree", "--json", str(tmp_path / "o"))
+    files = ["--prompts", str(tmp_path / "p.jsonl"), "--json", str(tmp_path / "o")]
+    shown = ratoon("bench", "--methods", "ar,tree", *files).stdout
     plain, tree = (json.loads(line) for line in (tmp_path / "o").read_text().splitlines())
     assert plain["mismatched_prompts"] == 0
     assert (tree["identical_prompts"], tree["near_tie_prompts"], tree["mismatched_prompts"]) == (0, 0, 1)
+    [divergence] = tree["divergences"]
+    assert divergence == {"prompt": "p/1", "verdict": "mismatch", "index": 2, "gap": 1.0, "bound": 1e-4}
+    assert "p/1 differs from token 2 on: mismatch, the top two are 1.0000 apart" in " ".join(shown.split())
 
 
 def test_bench_without_ar_compares_nothing(engines: type[FakeEngine], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from ratoon.core.request import RequestOutput, SamplingParams, compare
 from ratoon.models.decoder import Decoder
+from ratoon.ops import sample
 from ratoon.runtime import engine as engine_module
 from ratoon.runtime.engine import Engine, StreamEvent
 from ratoon.runtime.pages import PagePool
@@ -51,6 +52,14 @@ def prophet() -> Prophet:
     for prompt in PROMPTS:
         made.learn(prompt + tuple(text_of(prompt, 40).tokens))
     return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _wide_groups() -> Iterator[None]:
+    """The sampler's groups are sized for real vocabularies; of a toy's they would be thousands. No bit changes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "_CPU_ROWS", 32)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -320,17 +329,16 @@ def cut(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str]) -> tu
     return list(tokens), tokenizer.decode(tokens)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=["tree", "chain", "ar"])
-@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize(("method", "run_ahead"), [(METHODS[0], 0), (METHODS[0], 2), (METHODS[1], 1), (METHODS[2], 0)])
 def test_stop_strings_wherever_they_are(
-    make: Maker, tokenizer: Tokenizer, run_ahead: int, method: dict[str, Any]
+    make: Maker, tokenizer: Tokenizer, method: dict[str, Any], run_ahead: int
 ) -> None:
     """Every stop string of two or three characters of a text: inside a token, across tokens, inside a path."""
     engine = make(run_ahead=run_ahead)
     asked, params = [], []
     for prompt in PROMPTS[:3]:
         text = tokenizer.decode(text_of(prompt).tokens)
-        for begin in range(1, len(text) - 3, 2):
+        for begin in range(1, len(text) - 3, 3):
             asked.append(prompt)
             params.append(replace(FREE, stop=(text[begin : begin + 2 + begin % 2], "never"), **method))
     early = 0
@@ -401,7 +409,7 @@ def test_closing_a_stream_aborts_what_is_left(make: Maker, run_ahead: int, event
         next(stream)
     stream.close()
     check_idle(engine)
-    check_texts(engine.generate(PROMPTS[:4], FREE), PROMPTS[:4])
+    check_texts(engine.generate(PROMPTS[:2], FREE), PROMPTS[:2])
 
 
 def test_a_stream_that_was_never_started_leaves_nothing(make: Maker) -> None:
@@ -413,7 +421,7 @@ def test_a_stream_that_was_never_started_leaves_nothing(make: Maker) -> None:
 
 
 @pytest.mark.parametrize("step", ["launch", "read", "prefill", "join", "round.verify", "round.accept_commit"])
-@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("run_ahead", [1])
 @pytest.mark.parametrize("early", [True, False])
 def test_ctrl_c_leaves_the_engine_usable(
     make: Maker, monkeypatch: pytest.MonkeyPatch, run_ahead: int, step: str, early: bool
@@ -438,7 +446,7 @@ def test_ctrl_c_leaves_the_engine_usable(
         engine.generate(PROMPTS, FREE)
     monkeypatch.undo()
     check_idle(engine)
-    check_texts(engine.generate(PROMPTS[:4], FREE), PROMPTS[:4])
+    check_texts(engine.generate(PROMPTS[2:4], FREE), PROMPTS[2:4])
 
 
 def test_two_streams_at_once_are_refused(make: Maker) -> None:

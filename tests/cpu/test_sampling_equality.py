@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -42,6 +42,14 @@ PARAMS = {
 }  # fmt: skip
 PROMPTS = ((5, 6, 7), (9,), tuple(range(10, 30)), (3, 1, 4, 1, 5, 9, 2, 6))
 NUM = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _wide_groups() -> Iterator[None]:
+    """The sampler's groups are sized for real vocabularies; of a toy's they would be thousands. No bit changes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "_CPU_ROWS", 32)
+        yield
 
 
 @functools.cache
@@ -122,9 +130,22 @@ def test_another_seed_or_sample_gives_another_text() -> None:
     assert len(texts) == 4
 
 
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_the_deepest_node_knows_its_whole_path(mode: str) -> None:
+    """Four tokens that take turns: any token missing in a node's history changes the next one."""
+    params = SamplingParams(frequency_penalty=1.0, presence_penalty=0.5, logit_bias={1: 9.0, 5: 9.0, 3: 9.0, 0: 9.0})
+    ask = Ask((5, 6, 7), NUM, 3, 1, params)
+    want = dense_text(target(), ask)
+    made = toy.make_prophet(lots=(1.0,), block_size=4)
+    made.learn(ask.prompt + tuple(want.tokens))
+    (text,) = Bench(target(), made, mode, nodes=3).run([ask])  # pyright: ignore[reportArgumentType]
+    assert_same_text(want, text, mode)
+    assert text.accepted == [3] * (NUM // 4) and len(set(want.tokens)) > 3
+
+
 # ---- many seeds, one distribution -------------------------------------------------------------------------
 
-SMALL, PROMPT, DRAWS, ROWS = 6, (2,), 2048, 256
+SMALL, PROMPT, DRAWS, ROWS = 6, (2,), 1536, 256
 FILTERED = SamplingParams(
     temperature=0.8, top_k=5, top_p=0.93, min_p=0.03, repetition_penalty=1.3, presence_penalty=0.25,
     frequency_penalty=0.35, logit_bias={1: 0.5},
@@ -204,11 +225,7 @@ def test_the_tail_is_chi_squares() -> None:
 
 @pytest.mark.parametrize(("budget", "cap"), [(3, 1), (8, 0)], ids=["chain", "tree"])
 @pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
-def test_the_joint_of_three_tokens_is_exact(
-    filtered: bool, budget: int, cap: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The sampler's groups are sized for real vocabularies; here they would be thousands.
-    monkeypatch.setattr(sample, "_CPU_ROWS", 32)
+def test_the_joint_of_three_tokens_is_exact(filtered: bool, budget: int, cap: int) -> None:
     params = FILTERED if filtered else SamplingParams(temperature=1.0)
     drafter = toy.make_drafter(9, vocab_size=SMALL, mask_token_id=SMALL - 1, block_size=6)
     used = Bench(small_target(), drafter, rows=ROWS, nodes=budget, page_size=16, max_len=8, sample_group=64)
