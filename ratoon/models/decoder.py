@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.rope import RopeConfig
-from ratoon.models.layers import MLP, Attend, Linear, RMSNorm, pack_linears, packed, packed_linear
+from ratoon.models.layers import MLP, Attend, Linear, RMSNorm, can_pack, packed, packed_linear, prepare
 from ratoon.ops.fused import apply_rope, inverse_frequencies, rotary
 
 
@@ -75,7 +75,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x_TH: Tensor, cos_sin: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
+    def forward(
+        self, x_TH: Tensor, cos_sin: tuple[Tensor, Tensor], layer: int, attend: Attend, residual_TH: Tensor
+    ) -> Tensor:
         num_q, num_k = self.num_heads, self.num_kv_heads
         qkv_TND = self.qkv_proj(x_TH).view(x_TH.shape[0], num_q + 2 * num_k, self.head_dim)
         if self.q_norm is None or self.k_norm is None:
@@ -86,7 +88,7 @@ class Attention(nn.Module):
             q_TND = apply_rope(self.q_norm(qkv_TND[:, :num_q]), *cos_sin)
             k_TKD = apply_rope(self.k_norm(qkv_TND[:, num_q : num_q + num_k]), *cos_sin)
         out_TND = attend(layer, q_TND, k_TKD, qkv_TND[:, num_q + num_k :])
-        return self.o_proj(out_TND.reshape(x_TH.shape[0], num_q * self.head_dim))
+        return self.o_proj(out_TND.reshape(x_TH.shape[0], num_q * self.head_dim), residual_TH)
 
     __call__ = forward
 
@@ -102,8 +104,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, h_TH: Tensor, cos_sin: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
-        h_TH = h_TH + self.self_attn(self.input_layernorm(h_TH), cos_sin, layer, attend)
-        return h_TH + self.mlp(self.post_attention_layernorm(h_TH))
+        h_TH = self.self_attn(self.input_layernorm(h_TH), cos_sin, layer, attend, h_TH)
+        return self.mlp(self.post_attention_layernorm(h_TH), h_TH)
 
     __call__ = forward
 
@@ -145,10 +147,11 @@ class Decoder(nn.Module):
         taps_TX = torch.cat([tapped[index] for index in tap_ids], dim=-1) if tap_ids else None
         return self.norm(h_TH), taps_TX
 
-    def pack(self) -> None:
-        """Packs all products for a CPU (models/layers.py), the head's too; the embedding stays as it is."""
-        pack_linears(self)
-        self._packed_head = packed(self.head_weight)
+    def prepare(self) -> None:
+        """Readies all products for a CPU (models/layers.py), the head's too; the embedding stays as it is."""
+        prepare(self)
+        if can_pack(self.head_weight.dtype):
+            self._packed_head = packed(self.head_weight)
 
     def logits(self, h_TH: Tensor) -> Tensor:
         """The bare head: float32 [T, V] of hidden after the final norm."""

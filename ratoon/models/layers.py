@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ratoon.ops.fused import rms_norm, swiglu
+from ratoon.ops.fused import rms_norm, rms_norm_by_layer_norm, swiglu
 
 
 class Attend(Protocol):
@@ -37,11 +37,11 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def pack_linears(network: nn.Module) -> None:
-    """Packs every Linear of a network."""
+def prepare(network: nn.Module) -> None:
+    """Readies every Linear and RMSNorm of a network for eager rounds on a CPU, once its weights are in place."""
     for module in network.modules():
-        if isinstance(module, Linear):
-            module.pack()
+        if isinstance(module, (Linear, RMSNorm)):
+            module.prepare()
 
 
 class RMSNorm(nn.Module):
@@ -51,8 +51,15 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
         self.eps = eps
+        self._twice: Tensor | None = None
+
+    def prepare(self) -> None:
+        """Keeps the scale twice, side by side, as `rms_norm_by_layer_norm` takes it."""
+        self._twice = self.weight.detach().repeat(2)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._twice is not None:
+            return rms_norm_by_layer_norm(x, self._twice, self.eps)
         return rms_norm(x, self.weight, self.eps)
 
     __call__ = forward
@@ -66,19 +73,30 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self._packed: Tensor | None = None
+        self._transposed: Tensor | None = None
 
-    def pack(self) -> None:
-        """Keeps a second copy of the weights in oneDNN's blocked order (CPU, bfloat16).
+    def prepare(self) -> None:
+        """Readies the weights for a CPU: packed in oneDNN's order where that pays, else as a transposed view.
 
-        Without it oneDNN reorders the weights in every call: 16 places of a 135M model take 30 ms instead of 23
-        (2 cores, 2026-11-30). The packed copy is opaque, so a captured graph must not use it.
+        oneDNN reorders unpacked bfloat16 weights in every call: 16 places of a 135M model take 30 ms instead of 23
+        (2 cores, 2026-11-30). The packed copy is a second one, and opaque: a captured graph must not use it.
         """
-        self._packed = packed(self.weight)
+        if can_pack(self.weight.dtype):
+            self._packed = packed(self.weight)
+        else:
+            self._transposed = self.weight.detach().t()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x W^T + b, and the residual added."""
+        if self._transposed is not None and self.bias is None:
+            if residual is None:
+                return torch.mm(x, self._transposed)
+            return torch.addmm(residual, x, self._transposed)
         if self._packed is not None:
-            return packed_linear(x, self._packed, self.bias)
-        return nn.functional.linear(x, self.weight, self.bias)
+            y = packed_linear(x, self._packed, self.bias)
+        else:
+            y = nn.functional.linear(x, self.weight, self.bias)
+        return y if residual is None else residual + y
 
     # A module's own __call__ looks for hooks in every layer of every step; nothing here has any.
     __call__ = forward
@@ -92,7 +110,7 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_up_proj(x_TH)))
+    def forward(self, x_TH: Tensor, residual_TH: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_up_proj(x_TH)), residual_TH)
 
     __call__ = forward

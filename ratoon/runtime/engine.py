@@ -17,7 +17,7 @@ import torch
 from ratoon.core.request import FinishReason, Method, RequestOutput, SamplingParams, batch_sampler_kind
 from ratoon.core.tree import Tree
 from ratoon.models.hub import drafter_for, resolve
-from ratoon.models.layers import can_pack, pack_linears
+from ratoon.models.layers import prepare
 from ratoon.models.weights import load_config, load_drafter, load_model
 from ratoon.runtime.birth import check_births
 from ratoon.runtime.costs import measure_costs
@@ -93,10 +93,10 @@ class Engine:
         self._target = load_model(path, kind, where)
         self._drafter, drafter_path = self._load_drafter(model, drafter, method, kind, where)
         config = self._drafter.config if self._drafter else None
-        if where.type == "cpu" and choose_mode(mode, where) == "eager" and can_pack(kind):
-            self._target.pack()
+        if where.type == "cpu" and choose_mode(mode, where) == "eager":
+            self._target.prepare()
             if self._drafter:
-                pack_linears(self._drafter)
+                prepare(self._drafter)
         forecast = auto_buckets(config, where) if config else ()
         chosen = choose_mode(mode, where)
         limits = limits_for(
