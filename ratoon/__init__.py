@@ -3,7 +3,7 @@
 # Never: does work at import.
 """Ratoon: DFlash block-diffusion drafting and DDTree tree verification.
 
-    from ratoon import Engine, SamplingParams
+from ratoon import Engine, SamplingParams
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ratoon.models.hub import drafter_for, resolve
 from ratoon.models.layers import prepare
 from ratoon.models.weights import load_config, load_drafter, load_model
 from ratoon.runtime.birth import check_births
-from ratoon.runtime.costs import measure_costs
+from ratoon.runtime.costs import measure_costs, measure_sampler
 from ratoon.runtime.graphs import Level
 from ratoon.runtime.pages import PagePool
 from ratoon.runtime.rows import Row
@@ -132,6 +132,7 @@ class Engine:
         self._pages = PagePool(limits.num_pages)
         self._free_seats = list(range(max_rows, 0, -1))
         self._policy: BudgetPolicy | None = None
+        self._place_ms: dict[str, float] = {"argmax": 0.0}
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}
         self._in_flight: deque[Launch] = deque()
@@ -353,7 +354,7 @@ class Engine:
             block = self.limits.max_block
         auto = [row.seat for row in live if row.is_auto]
         if auto:
-            bucket = self._policy_of().choose(auto)
+            bucket = self._policy_of().choose(auto, self._sampler_ms(kind))
             self._counters[f"bucket_{bucket[0]}x{bucket[1]}"] += 1
             block, places = max(block, bucket[0]), places + len(auto) * (bucket[1] + 1)
             nodes = max(nodes, self._policy_nodes() if bucket != PLAIN else 0)
@@ -365,6 +366,13 @@ class Engine:
 
     def _policy_nodes(self) -> int:
         return max(nodes for _, nodes in self.limits.forecast)
+
+    def _sampler_ms(self, kind: str) -> float:
+        """Cost per place of a sampler kind beyond an argmax, measured when it first comes."""
+        if kind not in self._place_ms:
+            device = torch.device(self.settings.device)
+            self._place_ms[kind] = measure_sampler(self.runner.round, kind, device)
+        return self._place_ms[kind]
 
     def _policy_of(self) -> BudgetPolicy:
         """The policy, measured when the first request with an automatic budget comes."""

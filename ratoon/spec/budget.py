@@ -39,9 +39,11 @@ class CostTable:
     draft: Mapping[int, Curve]
     verify: Curve
 
-    def round_ms(self, rows: int, bucket: Bucket) -> float:
+    def round_ms(self, rows: int, bucket: Bucket, place_ms: float = 0.0) -> float:
+        """place_ms: what each place costs beyond an argmax, for sampled rows."""
         block, nodes = bucket
-        return (self.draft[block].at(rows) if block else 0.0) + self.verify.at(rows * (nodes + 1))
+        places = rows * (nodes + 1)
+        return (self.draft[block].at(rows) if block else 0.0) + self.verify.at(places) + places * place_ms
 
 
 @dataclass
@@ -79,12 +81,12 @@ class BudgetPolicy:
     def leave(self, seat: int) -> None:
         self._seats.pop(seat, None)
 
-    def choose(self, seats: Sequence[int]) -> Bucket:
-        """The bucket of highest Theta; the last one is kept while within the hysteresis."""
-        theta = {PLAIN: len(seats) / self.table.round_ms(len(seats), PLAIN)}
+    def choose(self, seats: Sequence[int], place_ms: float = 0.0) -> Bucket:
+        """The bucket of highest Theta; the last one is kept while within the hysteresis. place_ms: see `round_ms`."""
+        theta = {PLAIN: len(seats) / self.table.round_ms(len(seats), PLAIN, place_ms)}
         for index, bucket in enumerate(self.buckets):
             earned = sum(1.0 + self.scale * self._seats[seat].mass[index] for seat in seats)
-            theta[bucket] = earned / self.table.round_ms(len(seats), bucket)
+            theta[bucket] = earned / self.table.round_ms(len(seats), bucket, place_ms)
         best = max(theta, key=lambda bucket: theta[bucket])
         if theta.get(self._last, 0.0) >= theta[best] * (1 - self.hysteresis):
             best = self._last

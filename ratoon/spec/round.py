@@ -212,6 +212,8 @@ class Round:
             shape.sampler,  # pyright: ignore[reportArgumentType]
             self.limits.sample_group,
             rescore=self.target.rescore if rounds_off else None,
+            # Distances to filter edges serve to judge near-ties against plain decoding, so only that pays for them.
+            edges=shape.nodes == 0,
         )
 
     def _cut(self, seat_R: Tensor, token_RD: Tensor, accepted_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,6 +239,8 @@ class Round:
         shape: RoundShape,
     ) -> None:
         """The first `emitted` path places become the row's slots start .., in target and draft cache."""
+        if not shape.nodes and taps_TX is None:
+            return  # the root is where it belongs already
         width = path_RD.shape[1]
         if shape.live:
             width = max(int(emitted_R.max()), 1)

@@ -326,7 +326,8 @@ def test_a_stopped_seat_commits_nothing_more(mode: Mode) -> None:
 def test_a_new_tenant_finds_nothing_of_the_last_one() -> None:
     used = Bench(target(), prophet(), rows=1)
     params = SamplingParams(temperature=1.3, top_k=5, logit_bias={1: 9.0}, frequency_penalty=1.0)
-    used.run([Ask(PROMPTS[2], 20, 31, 0, params, (44,), 5)])
+    heard_later = text_of(PROMPTS[1]).tokens
+    used.run([Ask(PROMPTS[2], 20, 31, 0, params, (heard_later[5], heard_later[0]), 5)])
     fresh = Ask(PROMPTS[1], budget=15)
     check([fresh], used.run([fresh]), "second tenant")
 
