@@ -111,4 +111,8 @@ class _Case:
         live = self._live_slots()
         seen = {name: table[name][1:] for name in table.names("state") if name != "seat.round_number"}
         seen |= {name: table[name][:, live] for name in table.names("kv")}
+        # The hand-overs too: a number frozen in the draft changes what is accepted, but no token.
+        num_places = int(table["places.row_start"][rows])
+        handed_over = ("places.token", "places.parent", "places.depth", "verify.hidden")
+        seen |= {name: table[name][:num_places] for name in handed_over}
         return seen | {name: table[name][0, :rows] for name in table.names("output")}

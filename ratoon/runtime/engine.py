@@ -151,7 +151,7 @@ class Engine:
         if self.settings.mode == "eager":
             return
         budget = 0 if self.settings.method == "ar" else self.settings.budget
-        shapes = padded_shapes(self.limits, budget)
+        shapes = padded_shapes(self.limits, budget, torch.device(self.settings.device))
         self.runner.capture(shapes, partial(progress, "capture") if progress else None)
         if self.runner.graphs is not None:
             check_births(self.runner, self.runner.shapes, level)

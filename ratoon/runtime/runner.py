@@ -71,6 +71,7 @@ class Runner:
             backend = CudaBackend(device) if device.type == "cuda" else EmulatorBackend()
             self.graphs = GraphSet(self.table, backend, debug=debug)
         self.shapes: tuple[RoundShape, ...] = ()
+        self._generation = self.table.generation
         self.fallbacks: Counter[str] = Counter()
         self.trace = False
         self.num_launched = 0
@@ -172,11 +173,11 @@ class Runner:
     def key_of(self, shape: RoundShape) -> GraphKey:
         """The graph key of a padded shape."""
         sampler: SamplerKind = shape.sampler  # pyright: ignore[reportAssignmentType]
-        generation = self.table.generation
-        return GraphKey(shape.rows, shape.places, shape.block, sampler, generation, nodes=shape.nodes)
+        return GraphKey(shape.rows, shape.places, shape.block, sampler, self._generation, nodes=shape.nodes)
 
     def capture(self, shapes: Iterable[RoundShape], progress: Callable[[int, int], None] | None = None) -> None:
         """Opens padded shapes. In graph and staged mode each is captured, largest first: one graph, or three."""
+        self._generation = self.table.generation
         by_key = {self.key_of(shape): shape for shape in shapes}
         order = capture_order(by_key)
         self.shapes = tuple(by_key[key] for key in reversed(order))

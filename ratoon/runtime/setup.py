@@ -108,14 +108,18 @@ def auto_buckets(config: DrafterConfig, device: torch.device) -> tuple[Bucket, .
     return tuple((block, nodes) for block in blocks for nodes in sizes)
 
 
-def padded_shapes(limits: Limits, budget: int | None) -> list[RoundShape]:
+def padded_shapes(limits: Limits, budget: int | None, device: torch.device) -> list[RoundShape]:
     """Shapes that padded modes open at start-up: per row count plain decoding, and the fixed budget or all buckets.
 
-    Row counts are powers of two and max_rows; each shape for the argmax and the general sampler.
+    Row counts are powers of two and max_rows; each shape for the argmax and the general sampler. On a CPU, where
+    each capture takes a second of a real model and graphs serve as a test, few of them.
     """
     counts = sorted({min(1 << power, limits.max_rows) for power in range(limits.max_rows.bit_length() + 1)})
+    is_cpu = device.type == "cpu"
+    if is_cpu:
+        counts = sorted({1, limits.max_rows})
     if budget is None:
-        buckets = list(limits.forecast)
+        buckets = [(block, nodes) for block, nodes in limits.forecast if not is_cpu or nodes in (7, 31)]
     else:
         buckets = [(limits.max_block, budget)] if budget and limits.max_nodes else []
     return [

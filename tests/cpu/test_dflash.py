@@ -87,7 +87,8 @@ def check(model: DFlash, cache: Cache, cases: dict[str, Tensor], name: str, targ
         cases[f"{name}.anchor"],
         target["model.embed_tokens.weight"],
     )
-    got["logits"] = model.logits(got["hidden"][model.config.first_prediction :], lambda h: h @ target["lm_head.weight"].t())
+    head = target["lm_head.weight"]
+    got["logits"] = model.logits(got["hidden"][model.config.first_prediction :], lambda h: h @ head.t())
     for key, value in got.items():
         torch.testing.assert_close(value, cases[f"{name}.{key}"], rtol=0, atol=2e-5)
     assert torch.equal(got["logits"].argmax(-1), cases[f"{name}.logits"].argmax(-1))

@@ -46,8 +46,8 @@ def text_of(prompt: tuple[int, ...], num: int = NUM) -> Text:
     return dense_text(target(), Ask(prompt, num))
 
 
-@functools.cache
 def prophet() -> Prophet:
+    """A fresh one: an eager engine readies its networks in a way that graphs do not take."""
     made = toy.make_prophet()
     for prompt in PROMPTS:
         made.learn(prompt + tuple(text_of(prompt, 40).tokens))

@@ -149,6 +149,27 @@ def test_plain_rounds_project_the_taps_too(mode: Mode) -> None:
     assert {count for seat in seats for count in seat.text.num_nodes} == {0}
 
 
+@pytest.mark.parametrize("order", ["neighbours", "reversed", "a gap later", "neighbours from page 9"])
+def test_a_lone_row_is_read_wherever_its_pages_lie(order: str) -> None:
+    """Neighbour pages are used in place, others gathered, and a row may go from one to the other as it grows."""
+    bench = Bench(target(), prophet(), nodes=31, page_size=4, spare_pages=40)
+    pages = bench.pool.take(bench.limits.num_pages - 1)
+    if order == "neighbours from page 9":
+        pages = pages[8:]
+    if order == "reversed":
+        pages.reverse()
+    if order == "a gap later":
+        pages[10:] = pages[11:]
+    for prompt in (PROMPTS[2], PROMPTS[1]):
+        seat = bench.join(Ask(prompt, NUM, 31), pages=pages[: bench.limits.pages_per_row])
+        while not seat.text.done:
+            poison_beyond(bench, [seat])
+            bench.read([seat], bench.launch([seat]))
+            check_invariant(bench, seat)
+        assert_same_text(greedy(prompt), seat.text, order)
+        bench.free.append(seat.number)
+
+
 def test_a_prompt_of_one_token_drafts_without_any_context() -> None:
     bench = Bench(target(), prophet(), nodes=15)
     seat = bench.join(Ask((9,), NUM, 15))
