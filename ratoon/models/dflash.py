@@ -64,7 +64,7 @@ class DraftLayer(nn.Module):
 
     def forward(self, index: int, h_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, attend: Attend) -> Tensor:
         q, k, v = self.self_attn.block_qkv(self.input_layernorm(h_TH), cos_T1D, sin_T1D)
-        h_TH = self.self_attn.o_proj(attend(index, q, k, v).flatten(-2), h_TH)
+        h_TH = self.self_attn.o_proj(attend(index, q, k, v).reshape(h_TH.shape[0], -1), h_TH)
         return self.mlp(self.post_attention_layernorm(h_TH), h_TH)
 
     __call__ = forward

@@ -17,7 +17,7 @@ class Attend(Protocol):
     """Stores a layer's new keys and values and attends; the caller owns cache, mask and windows."""
 
     def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """q, k normed and rotated, v bare; returns [T, N, D]."""
+        """q, k normed and rotated, v bare; returns T * N * D elements in the order of [T, N, D]."""
         ...
 
 

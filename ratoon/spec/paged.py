@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ratoon.ops.attention import InPlace, Layout, attend_rows, in_place, paged_attention, store
@@ -29,4 +30,8 @@ class PagedAttend:
             return paged_attention(q_TND, cache, v_TKD, self.layout, bias, self.page_size)
         views.own_keys[layer].copy_(k_TKD)
         views.own_values[layer].copy_(v_TKD)
-        return attend_rows(q_TND.unsqueeze(0), views.keys[layer], views.values[layer], bias).squeeze(0)
+        if q_TND.shape[0] == 1:
+            # Plain decoding: the last place sees everything, and the group's heads need no folding.
+            q_1KGD = q_TND.view(1, k_TKD.shape[1], -1, q_TND.shape[2])
+            return F.scaled_dot_product_attention(q_1KGD, views.keys[layer], views.values[layer])
+        return attend_rows(q_TND.unsqueeze(0), views.keys[layer], views.values[layer], bias)

@@ -264,7 +264,7 @@ def test_neighbour_pages_are_read_and_written_in_place() -> None:
         cache = filled_cache(page_size, seed=7).repeat(2, 1, 1, 1, 1)
         layout = block_layout(base_R, pages, page_size, width, exact=True, first_slot=first_slot)
         attend_paged = PagedAttend(cache, layout, [bias, bias], page_size)
-        outs.append(attend_paged(1, *random_qkv(width, seed=8)))
+        outs.append(attend_paged(1, *random_qkv(width, seed=8)).reshape(width, HEADS, HEAD_DIM))
         caches.append(cache)
     assert torch.equal(caches[0], caches[1])
     torch.testing.assert_close(outs[0], outs[1])
