@@ -298,6 +298,7 @@ class Engine:
             while any(row.finish_reason is None for row in rows):
                 self._admit()
                 live = [row for row in self._rows.values() if row.finish_reason is None]
+                assert live or self._in_flight, "requests wait for pages that no row holds: pages were lost"
                 if live and len(self._in_flight) <= self.limits.run_ahead:
                     self._launch(live)
                 if self._in_flight and (len(self._in_flight) > self.limits.run_ahead or not live):
