@@ -9,6 +9,7 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal
 
 MAX_LOGIT_BIAS = 300
@@ -214,12 +215,12 @@ def _is_near_tie(reference: RequestOutput, index: int, token: int, dtype: str) -
 
 
 def _real(name: str, value: float, low: float, high: float, remedy: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, Real) and not isinstance(value, bool)
     if not (number and math.isfinite(value) and low <= value <= high):
         limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
         raise ValueError(f"{name} must be a number, {limits} ({remedy}), got {value!r}")
 
 
 def _whole(name: str, value: int, low: int, high: int, remedy: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name} must be a whole number from {low} to {high} ({remedy}), got {value!r}")

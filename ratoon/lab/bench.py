@@ -29,6 +29,8 @@ N = TypeVar("N", int, float)
 
 _MODES = {"auto": "auto", "on": "graph", "off": "eager"}
 _SETTINGS = ("concurrency", "temperature", "mode", "dtype", "device")
+# The engine's own limit, known here so that a sweep does not end at it after its first hour.
+MAX_BUDGET = 127
 _DTYPES = ("auto", "bfloat16", "float32")
 
 
@@ -74,7 +76,7 @@ class Matrix:
             drafter=given["drafter"],
             methods=cast(tuple[Method, ...], _words("--methods", given["methods"], get_args(Method))),
             budgets=tuple(_budgets(given["budgets"])),
-            topk_caps=_numbers("--topk-caps", given["topk_caps"], int, 0),
+            topk_caps=_numbers("--topk-caps", given["topk_caps"], int, 0, MAX_BUDGET),
             concurrency=_numbers("--concurrency", given["concurrency"], int, 1),
             graphs=_words("--graphs", given["graphs"], tuple(_MODES)),
             dtypes=_words("--dtype", given["dtype"], _DTYPES),
@@ -122,13 +124,14 @@ def _words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     return words
 
 
-def _numbers(option: str, text: str, kind: type[N], least: N) -> tuple[N, ...]:
+def _numbers(option: str, text: str, kind: type[N], least: N, most: float = float("inf")) -> tuple[N, ...]:
     try:
         numbers = tuple(dict.fromkeys(kind(entry) for entry in text.split(",")))
     except ValueError:
         numbers = ()
-    if not numbers or min(numbers) < least:
-        raise ValueError(f"{option} takes numbers from {least} separated by commas, got '{text}'")
+    if not numbers or not all(least <= number <= most for number in numbers):
+        limit = "" if most == float("inf") else f" to {most:g}"
+        raise ValueError(f"{option} takes numbers from {least}{limit} separated by commas, got '{text}'")
     return numbers
 
 
@@ -137,7 +140,7 @@ def _budgets(text: str) -> Iterator[Budget]:
         if entry == "auto":
             yield "auto"
         else:
-            yield from _numbers("--budgets (beside auto)", entry, int, 0)
+            yield from _numbers("--budgets (beside auto)", entry, int, 0, MAX_BUDGET)
 
 
 # -- running ----------------------------------------------------------------------------------------------------------

@@ -73,6 +73,8 @@ def resolve(model: str | Path, progress: Progress | None = None) -> Path:
     Raises FileNotFoundError with the remedy, ValueError for a file that is no model.
     """
     name = str(model)
+    if not name.strip():
+        raise ValueError(f"the model's name is empty: give '{EMBEDDED}', a directory, a .gguf file or a hub id")
     if name == EMBEDDED:
         return fetch(EMBEDDED_FILE, cache_dir() / "embedded", progress)
     path = Path(name).expanduser()

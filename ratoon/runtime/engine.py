@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from numbers import Integral
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -228,18 +229,33 @@ class Engine:
     def _submit(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Row]:
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-            prompts = [prompts]  # pyright: ignore[reportAssignmentType]
+        if isinstance(prompts, bytes) or not isinstance(prompts, str | Iterable):
+            raise ValueError(f"prompts must be text, token ids, or a list of them, got {type(prompts).__name__}")
+        several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if several and isinstance(several[0], Integral):
+            several = [several]
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
+            params = [params or SamplingParams()] * len(several)
+        if len(params) != len(several):
             raise ValueError(
-                f"{len(prompts)} prompts but {len(params)} sampling parameters: give one for all, or one each"
+                f"{len(several)} prompts but {len(params)} sampling parameters: give one for all, or one each"
             )
-        return [self._row(i, p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]  # pyright: ignore
+        return [self._row(i, p, q) for i, (p, q) in enumerate(zip(several, params, strict=True))]  # pyright: ignore
+
+    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt; ValueError for what is neither text nor whole numbers."""
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt))
+        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise ValueError(f"a prompt must be text or a sequence of token ids, got {type(prompt).__name__}")
+        ids = tuple(prompt)
+        odd = next((token for token in ids if isinstance(token, bool) or not isinstance(token, Integral)), None)
+        if odd is not None:
+            raise ValueError(f"a prompt must be text or a sequence of token ids, got {odd!r} as a token id")
+        return tuple(int(token) for token in ids)
 
     def _row(self, index: int, prompt: Prompt, params: SamplingParams) -> Row:
-        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        ids = self._ids(prompt)
         config = self._target.config
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
@@ -274,7 +290,7 @@ class Engine:
         )
 
     def _check_budget(self, budget: int | None, cap: int) -> None:
-        if budget is not None and not (isinstance(budget, int) and 0 <= budget <= MAX_NODES):
+        if budget is not None and not (isinstance(budget, Integral) and 0 <= budget <= MAX_NODES):
             raise ValueError(
                 f"budget must be from 0 (autoregressive) to the engine's limit of {MAX_NODES}, got {budget!r}"
             )
@@ -396,7 +412,10 @@ class Engine:
                 continue
             if result.bad:
                 self._abort_all()
-                raise RuntimeError(f"the target gave a NaN for request {row.index}: run `ratoon doctor` on the model")
+                raise RuntimeError(
+                    f"the target gave a NaN for request {row.index}: its weights are damaged, or {self.dtype} is too "
+                    "narrow for it: load it anew, or try dtype float32"
+                )
             tokens = row.take(result)
             if row.is_auto and launch.shape.block:
                 self._policy_of().observe(seat, bucket, result.mass, result.accepted, launch.shape.nodes)

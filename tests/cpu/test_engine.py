@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -608,3 +609,17 @@ def test_settings_are_described(make: Maker) -> None:
     found = {name.strip(): value.strip() for name, value in (line.split(":", 1) for line in lines)}
     assert found["budget"] == "31" and found["run_ahead"] == "1" and found["mode"] == "eager"
     assert "auto" in make(budget="auto").describe()
+
+
+@pytest.mark.parametrize("prompt", [b"hi", None, 5, [[1.5, 2]], [[True]], [None], [{"role": "user"}]])
+def test_what_is_no_prompt_is_refused(make: Maker, prompt: Any) -> None:
+    with pytest.raises(ValueError, match="token ids"):
+        make().generate(prompt, SamplingParams(max_tokens=1))
+
+
+def test_numpy_numbers_are_numbers(make: Maker) -> None:
+    [plain] = make().generate([[5, 9, 1]], SamplingParams(max_tokens=3, budget=3))
+    ids, three = np.array([5, 9, 1]), np.int64(3)
+    for prompts in ([ids], ids):
+        [other] = make().generate(prompts, SamplingParams(max_tokens=three, budget=three))  # pyright: ignore
+        assert other.token_ids == plain.token_ids
