@@ -70,7 +70,7 @@ def _verify(round_: Round, places: int, sampler: str = "argmax") -> Callable[[],
     nodes = places - 1
     block = round_.drafter.config.block_size if round_.drafter and nodes else 0
     shape = RoundShape(1, places, block, nodes, sampler, live=True)
-    tree = _chain(nodes, seat_R) if nodes else no_trees(1, 0, seat_R.device)
+    tree = _bush(nodes, seat_R) if nodes else no_trees(1, 0, seat_R.device)
     packed = pack(tree, tree.num_nodes, seat_R, places)
 
     def run() -> None:
@@ -80,7 +80,7 @@ def _verify(round_: Round, places: int, sampler: str = "argmax") -> Callable[[],
     return run
 
 
-def _chain(nodes: int, like: Tensor) -> TreeBatch:
+def _bush(nodes: int, like: Tensor) -> TreeBatch:
     """A two-deep bush: node 1 below the root, the others below node 1; its shape does not change the cost."""
     number = torch.arange(nodes, device=like.device).unsqueeze(0)
     first = number == 0

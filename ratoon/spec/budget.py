@@ -49,7 +49,6 @@ class CostTable:
 @dataclass
 class _SeatForecast:
     mass: list[float]
-    rounds: int = 0
 
 
 @dataclass
@@ -110,7 +109,6 @@ class BudgetPolicy:
         forecast = self._seats.get(seat)
         if forecast is None or bucket == PLAIN:
             return
-        forecast.rounds += 1
         block, _ = bucket
         before = dict(zip(self.buckets, forecast.mass, strict=True))
         seen = [other <= block and (built is None or nodes <= built) for other, nodes in self.buckets]
