@@ -8,11 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ratoon.models.layers import Apart
 
-class DenseCausal:
+
+class DenseCausal(Apart):
     """Appends each layer's keys and values; a place sees every place before it and itself."""
 
     def __init__(self, num_layers: int) -> None:
+        super().__init__(self._dense)
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
 
@@ -22,7 +25,7 @@ class DenseCausal:
         last = self.keys[-1]
         return 0 if last is None else last.shape[0]
 
-    def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def _dense(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         k_SKD = self._append(self.keys, layer, k_TKD)
         v_SKD = self._append(self.values, layer, v_TKD)
         num_new, num_heads, head_dim = q_TND.shape

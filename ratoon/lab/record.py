@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 import subprocess
@@ -15,15 +16,15 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from ratoon.core.request import Method, RequestOutput, SamplingParams, compare, near_tie_bound
-from ratoon.lab.prompts import Prompt
+from ratoon.core.request import Budget, Method, RequestOutput, SamplingParams, compare, near_tie_bound
+from ratoon.lab.acceptance import accept_per_position, tau, until_repeat, until_stop
+from ratoon.lab.prompts import Prompt, random_ids
 
 if TYPE_CHECKING:
     from ratoon.runtime.engine import Engine, StreamEvent
 
-Budget = int | Literal["auto"]
 Watch = Callable[["StreamEvent"], None]
 
 STAGES = ("draft", "build", "verify", "accept", "commit", "draft_build", "accept_commit")
@@ -33,7 +34,10 @@ _VERSIONED = ("torch", "triton", "numpy", "tokenizers", "safetensors")
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration of the matrix. `budget` and `topk_cap` mean nothing to ar, `topk_cap` nothing to a chain."""
+    """One configuration of the matrix. `budget` and `topk_cap` mean nothing to ar, `topk_cap` nothing to a chain.
+
+    `cut`: whether an answer ends at its prompt's stop strings.
+    """
 
     method: Method
     budget: Budget
@@ -42,6 +46,8 @@ class Cell:
     temperature: float = 0.0
     seed: int = 0
     max_tokens: int = 256
+    cut: bool = True
+    ignore_eos: bool = False
 
     @property
     def name(self) -> str:
@@ -54,8 +60,9 @@ class Cell:
         return SamplingParams(
             temperature=self.temperature,
             seed=self.seed,
-            stop=stop,
+            stop=stop if self.cut else (),
             max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
             method=self.method,
             budget=0 if self.method == "ar" else None if self.budget == "auto" else self.budget,
             topk_cap=self.topk_cap if self.method == "tree" else None,
@@ -64,12 +71,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """Outputs in the order of the prompts (ids), wall time of the whole set (prefill included), mean stage times.
+    """Outputs in the order of the prompts, wall time of the whole set (prefill included), mean stage times.
 
     `ttft_s` counts from when a prompt was let in: one that waits for a free row is not late.
     """
 
-    prompts: tuple[str, ...]
+    prompts: tuple[Prompt, ...]
     outputs: tuple[RequestOutput, ...]
     ttft_s: tuple[float, ...]
     wall_s: float
@@ -86,7 +93,9 @@ class Measured:
 
 
 def encode(engine: Engine, prompt: Prompt) -> list[int]:
-    """Token ids of a raw text, or of messages through the chat template."""
+    """Token ids of a raw text, of messages through the chat template, or random ones."""
+    if prompt.num_random:
+        return random_ids(prompt, engine.vocab_size)
     if prompt.messages:
         return engine.tokenizer.encode_chat(prompt.messages)
     return engine.tokenizer.encode(prompt.text)
@@ -108,7 +117,7 @@ def measure(engine: Engine, prompts: Sequence[Prompt], cell: Cell, watch: Watch 
     wall_s = time.perf_counter() - begun
     after = engine.counters()
     return Measured(
-        prompts=tuple(prompt.id for prompt in prompts),
+        prompts=tuple(prompts),
         outputs=tuple(outputs),
         ttft_s=tuple(ttft_s),
         wall_s=wall_s,
@@ -152,19 +161,28 @@ def _fallbacks(before: Mapping[str, float], after: Mapping[str, float]) -> int:
     return int(sum(after[key] - before.get(key, 0) for key in after if key.startswith("fallback")))
 
 
-def warm_up(engine: Engine, cell: Cell) -> None:
-    """A few rounds of the cell's own kind, so that what is done once is not timed."""
-    text = "def add(a, b):\n    return"
-    prompts = [Prompt(id=str(i), kind="code", text=text) for i in range(cell.concurrency)]
+def warm_up(engine: Engine, cell: Cell, num_random: int = 0) -> None:
+    """A few rounds of the cell's own kind, so that what is done once is not timed; on random ids where they are."""
+    text = "" if num_random else "def add(a, b):\n    return"
+    prompts = [Prompt(f"warm-up/{i}", "code", text, num_random=num_random) for i in range(cell.concurrency)]
     ids = [encode(engine, prompt) for prompt in prompts]
-    engine.generate(ids, replace(cell, max_tokens=WARM_UP_TOKENS).params(()))
+    engine.generate(ids, replace(cell, max_tokens=min(WARM_UP_TOKENS, cell.max_tokens)).params(()))
 
 
-def record(engine: Engine, cell: Cell, measured: Measured, reference: Measured | None) -> dict[str, Any]:
-    """The bench record. `reference`: the autoregressive run of the same prompts, or None where there was none."""
+def record(
+    engine: Engine,
+    cell: Cell,
+    measured: Measured,
+    reference: Measured | None,
+    simulated: str | float | None = None,
+) -> dict[str, Any]:
+    """The bench record. `reference`: the autoregressive run of the same prompts, or None where there was none.
+
+    `simulated` acceptance ('table' or a fixed mean) writes what the lots say, so its tokens are compared with nothing.
+    """
     outputs = measured.outputs
-    rounds = sum(output.rounds for output in outputs)
-    divergences = _divergences(measured, reference, engine.dtype) if reference else []
+    compared = reference if simulated is None else None
+    divergences = _divergences(measured, compared, engine.dtype) if compared else []
     verdicts = [divergence["verdict"] for divergence in divergences]
     speculative = cell.method != "ar"
     return {
@@ -178,15 +196,19 @@ def record(engine: Engine, cell: Cell, measured: Measured, reference: Measured |
         "dtype": engine.dtype,
         "device": engine.device,
         "temperature": cell.temperature,
+        "simulated": simulated,
+        "cut": cell.cut,
         "prompts": len(outputs),
         "output_tokens": measured.num_tokens,
         "tok_s": round(measured.tok_s, 2),
         "speedup_vs_ar": round(measured.tok_s / reference.tok_s, 3) if reference else None,
-        "tau": round(measured.num_tokens / rounds, 3) if rounds else None,
+        "tau": tau(outputs),
+        "tau_cut": _tau_cut(engine, measured),
+        "tau_no_repeat": tau(outputs, [until_repeat(output) for output in outputs]),
         "accept_per_position": accept_per_position(outputs),
-        "identical_prompts": len(outputs) - len(verdicts) if reference else None,
-        "near_tie_prompts": verdicts.count("near_tie") if reference else None,
-        "mismatched_prompts": verdicts.count("mismatch") if reference else None,
+        "identical_prompts": len(outputs) - len(verdicts) if compared else None,
+        "near_tie_prompts": verdicts.count("near_tie") if compared else None,
+        "mismatched_prompts": verdicts.count("mismatch") if compared else None,
         "divergences": divergences,
         **{f"ms_{stage}": _rounded(measured.stage_ms.get(stage)) for stage in STAGES},
         "ttft_ms": round(1000 * statistics.median(measured.ttft_s), 2),
@@ -196,8 +218,20 @@ def record(engine: Engine, cell: Cell, measured: Measured, reference: Measured |
     }
 
 
+def _tau_cut(engine: Engine, measured: Measured) -> float | None:
+    """tau of the texts cut at their prompts' stop strings; None where no prompt has any."""
+    if not any(prompt.stop for prompt in measured.prompts):
+        return None
+
+    def decode(ids: list[int]) -> str:
+        return engine.tokenizer.decode(ids)
+
+    pairs = zip(measured.prompts, measured.outputs, strict=True)
+    return tau(measured.outputs, [until_stop(output, prompt.stop, decode) for prompt, output in pairs])
+
+
 def _divergences(measured: Measured, reference: Measured, dtype: str) -> list[dict[str, Any]]:
-    """Where texts leave the autoregressive ones: prompt, index of the token, AR's top-two gap and its bound there."""
+    """Where texts leave the autoregressive ones: prompt, index of the token, AR's gaps and their bound there."""
     found = []
     for prompt, ours, theirs in zip(measured.prompts, reference.outputs, measured.outputs, strict=True):
         comparison = compare(ours, theirs, dtype)
@@ -206,25 +240,24 @@ def _divergences(measured: Measured, reference: Measured, dtype: str) -> list[di
         place = min(comparison.index, len(ours.gaps) - 1)
         found.append(
             {
-                "prompt": prompt,
+                "prompt": prompt.id,
                 "verdict": comparison.verdict,
                 "index": comparison.index,
-                "gap": round(ours.gaps[place], 6),
+                "gap": _finite(ours.gaps, place),
+                "third_gap": _finite(ours.third_gaps, place),
                 "bound": near_tie_bound(ours.top_logits[place], dtype),
             }
         )
     return found
 
 
+def _finite(gaps: Sequence[float], place: int) -> float | None:
+    """A gap, or None where there is none: JSON knows no infinity."""
+    return round(gaps[place], 6) if place < len(gaps) and math.isfinite(gaps[place]) else None
+
+
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
-
-
-def accept_per_position(outputs: Sequence[RequestOutput]) -> list[float]:
-    """Share of all rounds whose accepted path reaches depth 1, 2, ... (unconditional)."""
-    accepted = [count for output in outputs for count in output.accepted]
-    deepest = max(accepted, default=0)
-    return [round(sum(a >= depth for a in accepted) / len(accepted), 4) for depth in range(1, deepest + 1)]
 
 
 def git_commit() -> str | None:

@@ -5,16 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ratoon.core.config import ModelConfig
-from ratoon.core.rope import RopeConfig
-from ratoon.models.layers import MLP, Attend, Linear, RMSNorm, can_pack, packed, packed_linear, prepare
-from ratoon.ops.fused import apply_rope, inverse_frequencies, rotary
+from ratoon.models.layers import (
+    Attend,
+    Attention,
+    Layer,
+    Linear,
+    RMSNorm,
+    Rotary,
+    can_pack,
+    packed,
+    packed_linear,
+    prepare,
+)
 
 
 def float_product(h_TH: Tensor, weight_VH: Tensor) -> Tensor:
@@ -41,73 +50,16 @@ class Embedding(nn.Module):
         return F.embedding(ids_T, self.weight)
 
 
-class Rotary(nn.Module):
-    """cos and sin of places. The frequencies stay float32 whatever dtype the network is cast to."""
-
-    inv_freq: Tensor
-
-    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
-        super().__init__()
-        self.rope, self.head_dim = rope, head_dim
-        self.register_buffer("inv_freq", inverse_frequencies(rope, head_dim), persistent=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        super()._apply(fn, recurse)
-        # A cast to bfloat16 would lose the low angles, and to_empty leaves garbage.
-        self.inv_freq = inverse_frequencies(self.rope, self.head_dim, self.inv_freq.device)
-        return self
-
-    def forward(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin: [T, 1, D] in `dtype`."""
-        return rotary(position_T, self.inv_freq, self.rope.amplitude, dtype)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention; keys, values and the mask belong to `attend`."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        width = config.num_heads * config.head_dim
-        fused = width + 2 * config.num_kv_heads * config.head_dim
-        self.qkv_proj = Linear(config.hidden_size, fused, bias=config.qkv_bias)
-        self.o_proj = Linear(width, config.hidden_size)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-
-    def forward(
-        self, x_TH: Tensor, cos_sin: tuple[Tensor, Tensor], layer: int, attend: Attend, residual_TH: Tensor
-    ) -> Tensor:
-        num_q, num_k = self.num_heads, self.num_kv_heads
-        qkv_TND = self.qkv_proj(x_TH).view(x_TH.shape[0], num_q + 2 * num_k, self.head_dim)
-        if self.q_norm is None or self.k_norm is None:
-            # One rotation for q and k together: a CPU step of a small model is bound by the number of calls.
-            rotated = apply_rope(qkv_TND[:, : num_q + num_k], *cos_sin)
-            q_TND, k_TKD = rotated[:, :num_q], rotated[:, num_q:]
-        else:
-            q_TND = apply_rope(self.q_norm(qkv_TND[:, :num_q]), *cos_sin)
-            k_TKD = apply_rope(self.k_norm(qkv_TND[:, num_q : num_q + num_k]), *cos_sin)
-        out_TND = attend(layer, q_TND, k_TKD, qkv_TND[:, num_q + num_k :])
-        return self.o_proj(out_TND.reshape(x_TH.shape[0], num_q * self.head_dim), residual_TH)
-
-    __call__ = forward
-
-
-class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each with its residual."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
-
-    def forward(self, h_TH: Tensor, cos_sin: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
-        h_TH = self.self_attn(self.input_layernorm(h_TH), cos_sin, layer, attend, h_TH)
-        return self.mlp(self.post_attention_layernorm(h_TH), h_TH)
-
-    __call__ = forward
+def _layer(config: ModelConfig) -> Layer:
+    attention = Attention(
+        config.hidden_size,
+        (config.num_heads, config.num_kv_heads, config.head_dim),
+        eps=config.rms_norm_eps,
+        qk_norm=config.qk_norm,
+        qkv_bias=config.qkv_bias,
+        o_bias=False,
+    )
+    return Layer(config.hidden_size, config.intermediate_size, config.rms_norm_eps, attention)
 
 
 class Decoder(nn.Module):
@@ -118,7 +70,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = Rotary(config.rope, config.head_dim)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(_layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
         self._packed_head: Tensor | None = None
@@ -138,10 +90,10 @@ class Decoder(nn.Module):
         """
         check_tap_ids(tap_ids, self.config.num_layers)
         h_TH = self.embed(ids_T)
-        cos_sin = self.rotary(position_T, h_TH.dtype)
+        attend.begin(self.rotary, position_T, h_TH.dtype)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            h_TH = layer(h_TH, cos_sin, index, attend)
+            h_TH = layer(index, h_TH, attend)
             if index in tap_ids:
                 tapped[index] = h_TH
         taps_TX = torch.cat([tapped[index] for index in tap_ids], dim=-1) if tap_ids else None

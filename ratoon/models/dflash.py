@@ -7,13 +7,15 @@ L: draft layers, K: key/value heads, D: head dim, V: vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ratoon.core.drafter import DrafterConfig
-from ratoon.models.layers import MLP, Attend, Linear, RMSNorm
-from ratoon.ops.fused import apply_rope, inverse_frequencies, rotary
+from ratoon.models.layers import Attend, Attention, Layer, Linear, RMSNorm, Rotary
+from ratoon.ops.fused import apply_rope
+from ratoon.ops.launch import wants_kernel
 
 
 def visible(q_pos: Tensor, k_pos: Tensor, window: int | None, causal: bool) -> Tensor:
@@ -31,69 +33,56 @@ def visible(q_pos: Tensor, k_pos: Tensor, window: int | None, causal: bool) -> T
     return seen
 
 
-class DraftAttention(nn.Module):
-    """Weights of one draft layer's attention; q, k and v in one product."""
+def _layer(config: DrafterConfig) -> Layer:
+    attention = Attention(
+        config.hidden_size,
+        (config.num_heads, config.num_kv_heads, config.head_dim),
+        eps=config.rms_norm_eps,
+        qk_norm=True,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+    )
+    return Layer(config.hidden_size, config.intermediate_size, config.rms_norm_eps, attention)
 
-    def __init__(self, config: DrafterConfig) -> None:
+
+class Context(nn.Module):
+    """One product for the context keys and values of all draft layers, and their key norms [L, D]."""
+
+    def __init__(self, weight_XH: Tensor, bias_X: Tensor | None, k_norm_LD: Tensor) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.q_size, self.kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv_proj = Linear(config.hidden_size, self.q_size + 2 * self.kv_size, bias=config.attention_bias)
-        self.o_proj = Linear(self.q_size, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def block_qkv(self, x_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, heads, D], k and v [T, K, D]; q and k normed and rotated."""
-        q, k, v = self.qkv_proj(x_TH).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
-        q = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim)))
-        k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim)))
-        v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        return apply_rope(q, cos_T1D, sin_T1D), apply_rope(k, cos_T1D, sin_T1D), v
-
-
-class DraftLayer(nn.Module):
-    """One Qwen3-style layer."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DraftAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
-
-    def forward(self, index: int, h_TH: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.self_attn.block_qkv(self.input_layernorm(h_TH), cos_T1D, sin_T1D)
-        h_TH = self.self_attn.o_proj(attend(index, q, k, v).reshape(h_TH.shape[0], -1), h_TH)
-        return self.mlp(self.post_attention_layernorm(h_TH), h_TH)
-
-    __call__ = forward
+        self.proj = Linear(weight_XH.shape[1], weight_XH.shape[0], bias=bias_X is not None)
+        self.proj.weight = nn.Parameter(weight_XH.detach(), requires_grad=False)
+        if bias_X is not None:
+            self.proj.bias = nn.Parameter(bias_X.detach(), requires_grad=False)
+        self.k_norm_LD = nn.Parameter(k_norm_LD.detach(), requires_grad=False)
 
 
 class DFlash(nn.Module):
     """The draft network. Weights are left uninitialised for the loader or the trainer."""
-
-    inv_freq_P: Tensor
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
         self.fc = Linear(config.tap_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        self.rotary = Rotary(config.rope, config.head_dim)
+        self.layers = nn.ModuleList(_layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         # Checkpoints with a learned mask carry one row that stands in for the embedding of the mask id.
         self.mask_embedding: nn.Parameter | None = None
-        self.register_buffer("inv_freq_P", inverse_frequencies(config.rope, config.head_dim), persistent=False)
+        self.context: Context | None = None
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DFlash:
-        # A cast to bf16 or a move off the meta device would spoil the frequencies: they are made anew, in float32.
-        super()._apply(fn, recurse)
-        self.inv_freq_P = inverse_frequencies(self.config.rope, self.config.head_dim, self.inv_freq_P.device)
-        return self
+    def stack_context(self) -> None:
+        """Call once the weights are in place: the context K/V of all layers become one product."""
+        self.context = Context(*self._context_weights())
 
-    def _rotary(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return rotary(position_T, self.inv_freq_P, self.config.rope.amplitude, dtype)
+    def _context_weights(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Rows of the layers' fused products that give keys and values [L*2*K*D, H], their biases, key norms [L, D]."""
+        attentions = [cast(Layer, layer).self_attn for layer in self.layers]
+        weight = torch.cat([attn.qkv_proj.weight[attn.kv_rows] for attn in attentions])
+        biases = [attn.qkv_proj.bias[attn.kv_rows] for attn in attentions if attn.qkv_proj.bias is not None]
+        norms = [attn.k_norm.weight for attn in attentions if attn.k_norm is not None]
+        return weight, torch.cat(biases) if biases else None, torch.stack(norms)
 
     def set_mask_embedding(self, row_H: Tensor) -> None:
         """Takes the learned mask row, [H] or [1, H]; raises ValueError for another shape."""
@@ -108,24 +97,41 @@ class DFlash(nn.Module):
 
     def context_kv(self, c_NH: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (normed, rotated) and values of every draft layer, each [L, N, K, D]."""
-        cos_N1D, sin_N1D = self._rotary(position_N, c_NH.dtype)
-        keys, values = [], []
-        for layer in self.layers:
-            attn = layer.self_attn
-            assert isinstance(attn, DraftAttention)
-            bias = attn.qkv_proj.bias
-            kv = nn.functional.linear(
-                c_NH, attn.qkv_proj.weight[attn.q_size :], None if bias is None else bias[attn.q_size :]
-            )
-            k, v = kv.unflatten(-1, (2 * attn.num_kv_heads, attn.head_dim)).split(attn.num_kv_heads, dim=-2)
-            keys.append(apply_rope(attn.k_norm(k), cos_N1D, sin_N1D))
-            values.append(v)
-        return torch.stack(keys), torch.stack(values)
+        config = self.config
+        if self.context is None:
+            weight, bias, norm_LD = self._context_weights()
+            kv_NX = nn.functional.linear(c_NH, weight, bias)
+        else:
+            kv_NX, norm_LD = self.context.proj(c_NH), self.context.k_norm_LD
+        shape = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
+        k_NLKD, v_NLKD = kv_NX.unflatten(-1, shape).unbind(2)
+        cos_N1D, sin_N1D = self.rotary(position_N, c_NH.dtype)
+        normed_NLKD = nn.functional.rms_norm(k_NLKD, (config.head_dim,), None, config.rms_norm_eps)
+        k_NLKD = apply_rope(normed_NLKD * norm_LD.unsqueeze(1), cos_N1D.unsqueeze(1), sin_N1D.unsqueeze(1))
+        return k_NLKD.transpose(0, 1), v_NLKD.transpose(0, 1)
+
+    def store_context(self, taps_NX: Tensor, position_N: Tensor, slot_N: Tensor, cache_LS2KD: Tensor) -> None:
+        """Context K/V of accepted places into the given slots of all draft layers (slot 0 may be named twice)."""
+        if self.context is not None and wants_kernel(taps_NX):
+            from ratoon.ops.kernels.rowwise import context_store, rotary_table
+
+            kv_NX = self.context.proj(self.fc(taps_NX), norm=self.hidden_norm)
+            table_N2P = rotary_table(position_N, self.rotary.inv_freq, self.rotary.rope.amplitude)
+            eps = self.config.rms_norm_eps
+            context_store(kv_NX, table_N2P, self.context.k_norm_LD, eps, cache_LS2KD, slot_N)
+            return
+        k, v = self.context_kv(self.context_feature(taps_NX), position_N)
+        cache_LS2KD.index_copy_(1, slot_N, torch.stack((k, v), dim=2))
 
     def block_embeddings(self, embed_weight_VH: Tensor, anchor_R: Tensor, block_size: int) -> Tensor:
         """Input of a draft pass, [R*B, H]: the anchor's raw embedding, then B-1 mask rows."""
-        anchor_RH = nn.functional.embedding(anchor_R, embed_weight_VH)
         mask_H = embed_weight_VH[self.config.mask_token_id] if self.mask_embedding is None else self.mask_embedding
+        if wants_kernel(embed_weight_VH):
+            from ratoon.ops.kernels import rowwise
+
+            scale = self.config.input_embedding_scale
+            return rowwise.block_embeddings(embed_weight_VH, anchor_R, mask_H, scale, block_size)
+        anchor_RH = nn.functional.embedding(anchor_R, embed_weight_VH)
         mask_RMH = mask_H.to(anchor_RH.dtype).expand(anchor_R.shape[0], block_size - 1, -1)
         x_RBH = torch.cat((anchor_RH.unsqueeze(1), mask_RMH), dim=1)
         if self.config.input_embedding_scale != 1.0:
@@ -134,9 +140,9 @@ class DFlash(nn.Module):
 
     def forward(self, x_TH: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Block hidden states after the final norm, [T, H]; `attend` adds the context and owns the mask."""
-        cos_T1D, sin_T1D = self._rotary(position_T, x_TH.dtype)
+        attend.begin(self.rotary, position_T, x_TH.dtype)
         for index, layer in enumerate(self.layers):
-            x_TH = layer(index, x_TH, cos_T1D, sin_T1D, attend)
+            x_TH = layer(index, x_TH, attend)
         return self.norm(x_TH)
 
     def logits(self, h_NH: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,24 +1,30 @@
 # Owns: the blocks that target and drafter share, and the one way a layer attends.
-# Promises: weights are fused (qkv, gate_up) in the order that weights.py writes.
+# Promises: weights are fused (qkv, gate_up) in the order that weights.py writes; a layer is four products and `attend`.
 # Never: knows where K/V live: `Attend` does.
-"""Shared layers. T: places, H: hidden, N: query heads, K: key/value heads, D: head dim."""
+"""Shared layers. T: places, H: hidden, X: a fused product's width, N: query heads, K: key/value heads, D: head dim,
+I: intermediate."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ratoon.ops.fused import rms_norm, rms_norm_by_layer_norm, swiglu
-
-
-class Attend(Protocol):
-    """Stores a layer's new keys and values and attends; the caller owns cache, mask and windows."""
-
-    def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """q, k normed and rotated, v bare; returns T * N * D elements in the order of [T, N, D]."""
-        ...
+from ratoon.core.rope import RopeConfig
+from ratoon.ops.fused import (
+    apply_rope,
+    inverse_frequencies,
+    rms_norm,
+    rms_norm_by_layer_norm,
+    rotary,
+    rotate_into,
+    swiglu,
+)
+from ratoon.ops.launch import wants_kernel
+from ratoon.ops.linear import project
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -86,8 +92,23 @@ class Linear(nn.Module):
         else:
             self._transposed = self.weight.detach().t()
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x W^T + b, and the residual added."""
+    def forward(
+        self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None, gated: bool = False
+    ) -> Tensor:
+        """norm(x) W^T + b; gated: the first half of the outputs gates the second; then the residual is added."""
+        if wants_kernel(x):
+            scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return project(
+                x, self.weight, self.bias, norm_H=scale, eps=eps, residual_TO=residual, gated=gated
+            )  # fmt: skip
+        if norm is not None:
+            x = norm(x)
+        if gated:
+            y = swiglu(self._product(x, None))
+            return y if residual is None else residual + y
+        return self._product(x, residual)
+
+    def _product(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if self._transposed is not None and self.bias is None:
             if residual is None:
                 return torch.mm(x, self._transposed)
@@ -102,6 +123,106 @@ class Linear(nn.Module):
     __call__ = forward
 
 
+class Rotary(nn.Module):
+    """Angles of positions. The frequencies stay float32 whatever dtype the network is cast to."""
+
+    inv_freq: Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        self.rope, self.head_dim = rope, head_dim
+        self.register_buffer("inv_freq", inverse_frequencies(rope, head_dim), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        super()._apply(fn, recurse)
+        # A cast to bfloat16 would lose the low angles, and to_empty leaves garbage.
+        self.inv_freq = inverse_frequencies(self.rope, self.head_dim, self.inv_freq.device)
+        return self
+
+    def forward(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin: [T, 1, D] in `dtype`, as `apply_rope` takes them."""
+        return rotary(position_T, self.inv_freq, self.rope.amplitude, dtype)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What turns a layer's fused product into queries, keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+
+    def split(self, qkv_TX: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, N, D] and k [T, K, D], normed and rotated, and v [T, K, D] as it is."""
+        num_q, num_k = self.num_heads, self.num_kv_heads
+        qkv_TND = qkv_TX.unflatten(-1, (num_q + 2 * num_k, self.head_dim))
+        if self.q_norm is None or self.k_norm is None:
+            q_k = apply_rope(qkv_TND[:, : num_q + num_k], cos_T1D, sin_T1D)
+            return q_k[:, :num_q], q_k[:, num_q:], qkv_TND[:, num_q + num_k :]
+        q, k, v = qkv_TND.split((num_q, num_k, num_k), dim=1)
+        return apply_rope(self.q_norm(q), cos_T1D, sin_T1D), apply_rope(self.k_norm(k), cos_T1D, sin_T1D), v
+
+    def rotate(self, qkv_TX: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, N, D], and keys beside values [T, 2, K, D] as a cache stores them. Spoils qkv: no copy is made."""
+        num_q, num_k = self.num_heads, self.num_kv_heads
+        qkv_TND = qkv_TX.view(-1, num_q + 2 * num_k, self.head_dim)
+        if self.q_norm is None or self.k_norm is None:
+            rotate_into(qkv_TND[:, : num_q + num_k], qkv_TND[:, : num_q + num_k], cos_T1D, sin_T1D)
+        else:
+            for norm, at in ((self.q_norm, slice(num_q)), (self.k_norm, slice(num_q, num_q + num_k))):
+                rotate_into(qkv_TND[:, at], norm(qkv_TND[:, at]), cos_T1D, sin_T1D)
+        q_TND, kv_TND = qkv_TND.split((num_q, 2 * num_k), dim=1)
+        return q_TND, kv_TND.view(-1, 2, num_k, self.head_dim)
+
+
+class Attend(Protocol):
+    """Rotates and stores a layer's new keys and values, and attends; it owns cache, mask and windows."""
+
+    def begin(self, rotary: Rotary, position_T: Tensor, dtype: torch.dtype) -> None:
+        """Called once per pass, before its first layer."""
+        ...
+
+    def __call__(self, layer: int, qkv_TX: Tensor, heads: Heads) -> Tensor:
+        """qkv: the fused product, X = (N + 2K) * D. Returns the heads' outputs, [T, N * D]."""
+        ...
+
+
+class Apart:
+    """Attend by a function of (layer, q [T, N, D], k [T, K, D], v [T, K, D]), q and k normed and rotated."""
+
+    def __init__(self, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> None:
+        self._attend = attend
+
+    def begin(self, rotary: Rotary, position_T: Tensor, dtype: torch.dtype) -> None:
+        self._cos_sin = rotary(position_T, dtype)
+
+    def __call__(self, layer: int, qkv_TX: Tensor, heads: Heads) -> Tensor:
+        out_TND = self._attend(layer, *heads.split(qkv_TX, *self._cos_sin))
+        return out_TND.reshape(qkv_TX.shape[0], heads.num_heads * heads.head_dim)
+
+
+class Attention(nn.Module):
+    """Weights of grouped-query attention; q, k and v in one product."""
+
+    def __init__(
+        self, hidden_size: int, heads: tuple[int, int, int], *, eps: float, qk_norm: bool, qkv_bias: bool, o_bias: bool
+    ) -> None:
+        super().__init__()
+        num_heads, num_kv_heads, head_dim = heads
+        self.qkv_proj = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=o_bias)
+        self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
+        self.heads = Heads(num_heads, num_kv_heads, head_dim, self.q_norm, self.k_norm)
+
+    @property
+    def kv_rows(self) -> slice:
+        """Rows of the fused product that give keys and values."""
+        return slice(self.heads.num_heads * self.heads.head_dim, None)
+
+
 class MLP(nn.Module):
     """SwiGLU feed-forward with gate and up in one product."""
 
@@ -110,7 +231,22 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
 
-    def forward(self, x_TH: Tensor, residual_TH: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_up_proj(x_TH)), residual_TH)
+
+class Layer(nn.Module):
+    """Pre-norm attention and feed-forward, each with its residual."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, eps: float, attention: Attention) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps)
+        self.mlp = MLP(hidden_size, intermediate_size)
+
+    def forward(self, index: int, h_TH: Tensor, attend: Attend) -> Tensor:
+        attention, mlp = self.self_attn, self.mlp
+        qkv_TX = attention.qkv_proj(h_TH, norm=self.input_layernorm)
+        h_TH = attention.o_proj(attend(index, qkv_TX, attention.heads), residual=h_TH)
+        gated_TI = mlp.gate_up_proj(h_TH, norm=self.post_attention_layernorm, gated=True)
+        return mlp.down_proj(gated_TI, residual=h_TH)
 
     __call__ = forward

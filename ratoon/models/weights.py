@@ -122,6 +122,7 @@ def load_drafter(path: Path | str, dtype: torch.dtype, device: torch.device | st
     fill(drafter, DRAFTER_RULES, _parts(config), _checked_fc(_unquantised(tensors), config), {}, path.name)
     if (path / "mask_embedding.pt").exists():
         drafter.set_mask_embedding(_read_mask_embedding(path / "mask_embedding.pt"))
+    drafter.stack_context()
     return drafter
 
 

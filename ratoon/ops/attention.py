@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ratoon.ops.launch import wants_kernel
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -100,10 +102,31 @@ def additive(mask_RNC: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return bias.unsqueeze(1).expand(-1, group, -1, -1).reshape(num_rows, 1, group * width, context)
 
 
-def store(cache: Tensor, layout: Layout, k_TKD: Tensor, v_TKD: Tensor) -> None:
+@dataclass(frozen=True)
+class Span:
+    """What the places of a pass belong to and may see; made once per pass, read by the kernels of every layer.
+
+    seat_R int64 [R]. Slots below base are a row's prefix: base_S int64 [S] by seat, or base_R int64 [R] where given
+    (prefill). page_table_SP int32 [S, P]. context: most slots that any row may hold, its own places included; width:
+    most places of a row. Packed trees: row_start int64 [R + 2], depth_T int64 [T], bits_TW int64 [T, W]; all None
+    for R rows of exactly `width` consecutive places (a draft block, a prefill chunk).
+    """
+
+    seat_R: Tensor
+    base_S: Tensor
+    base_R: Tensor | None
+    page_table_SP: Tensor
+    page_size: int
+    context: int
+    width: int
+    row_start: Tensor | None = None
+    depth_T: Tensor | None = None
+    bits_TW: Tensor | None = None
+
+
+def store(cache: Tensor, layout: Layout, kv_T2KD: Tensor) -> None:
     """Writes keys and values into a layer's cache [S, 2, K, D]. Slot 0 may be named twice: its content is nobody's."""
-    cache[:, 0].index_copy_(0, layout.slot_T, k_TKD)
-    cache[:, 1].index_copy_(0, layout.slot_T, v_TKD)
+    cache.index_copy_(0, layout.slot_T, kv_T2KD)
 
 
 def _read(cache: Tensor, layout: Layout, context: int, page_size: int) -> Tensor:
@@ -150,21 +173,19 @@ def attend_rows(q_RNHD: Tensor, k_RKCD: Tensor, v_RKCD: Tensor, bias: Tensor) ->
 @dataclass(frozen=True)
 class InPlace:
     """One row's cache as views of all layers, made once per pass: keys and values [1, K, C, D], and where the pass
-    writes its own N places, [N, K, D]."""
+    writes its own N places, [N, 2, K, D]."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
-    own_keys: tuple[Tensor, ...]
-    own_values: tuple[Tensor, ...]
+    own: tuple[Tensor, ...]
 
 
 def in_place(cache: Tensor, first_slot: int, context: int, width: int) -> InPlace:
     """Views of cache [layers, S, 2, K, D] for a row whose slots 0..C-1 lie side by side from `first_slot` on."""
     kv_L2KCD = cache[:, first_slot : first_slot + context].permute(0, 2, 3, 1, 4).unsqueeze(2)
-    own_L2NKD = cache[:, first_slot + context - width : first_slot + context].transpose(1, 2)
+    own_LN2KD = cache[:, first_slot + context - width : first_slot + context]
     keys, values = (part.unbind(0) for part in kv_L2KCD.unbind(1))
-    own_keys, own_values = (part.unbind(0) for part in own_L2NKD.unbind(1))
-    return InPlace(keys, values, own_keys, own_values)
+    return InPlace(keys, values, own_LN2KD.unbind(0))
 
 
 def _rectangle(layout: Layout, x: Tensor) -> Tensor:
@@ -174,6 +195,13 @@ def _rectangle(layout: Layout, x: Tensor) -> Tensor:
     return x.index_select(0, layout.place_RN.flatten()).view(*layout.place_RN.shape, *x.shape[1:])
 
 
-def move(cache: Tensor, source_N: Tensor, target_N: Tensor) -> None:
-    """Copies slots over all layers of cache [layers, S, 2, K, D]: all are read before any is written."""
-    cache.index_copy_(1, target_N, cache.index_select(1, source_N))
+def move(cache: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copies slots over all layers of cache [layers, S, 2, K, D]: all are read before any is written.
+
+    source, target: int64 slots of one shape, [R, D] where a row's slots are read and written by itself alone.
+    """
+    if source.dim() == 2 and wants_kernel(cache):
+        from ratoon.ops.kernels import accept
+
+        return accept.move(cache, source, target)
+    cache.index_copy_(1, target.flatten(), cache.index_select(1, source.flatten()))

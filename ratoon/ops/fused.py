@@ -12,10 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ratoon.core.rope import RopeConfig
+from ratoon.ops.launch import wants_kernel
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim (also per head, with x [T, N, D] and weight [D])."""
+    if x_TH.dim() == 2 and wants_kernel(x_TH):
+        from ratoon.ops.kernels import rowwise
+
+        return rowwise.rms_norm(x_TH, weight_H, eps)
     return F.rms_norm(x_TH, (x_TH.shape[-1],), weight_H, eps)
 
 
@@ -76,6 +81,12 @@ def apply_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """Half-split rotation of every head. The sign of the rotated half is in sin, so that halves are only swapped."""
     first, second = x_TND.chunk(2, dim=-1)
     return torch.addcmul(x_TND * cos_T1D, torch.cat((second, first), dim=-1), sin_T1D)
+
+
+def rotate_into(out_TND: Tensor, x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> None:
+    """`apply_rope` of x written into `out`, which may be x."""
+    swapped_TND = torch.roll(x_TND, x_TND.shape[-1] // 2, -1)
+    torch.addcmul(x_TND * cos_T1D, swapped_TND, sin_T1D, out=out_TND)
 
 
 def swiglu(gate_up_TI: Tensor) -> Tensor:

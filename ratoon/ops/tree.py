@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ratoon.ops.launch import wants_kernel
 
 _CHUNK = 64
 _LOWEST = torch.iinfo(torch.int64).min
@@ -176,6 +178,10 @@ def build_trees(logprob_RLK: Tensor, token_RLK: Tensor, budget_R: Tensor, cap_R:
     [R, L, K]; budget_R, cap_R int64 [R] (cap 0 = all K ranks, 1 = chain). A row has fewer nodes where no more
     have a probability above zero.
     """
+    if wants_kernel(logprob_RLK):
+        from ratoon.ops.kernels import tree as twin
+
+        return twin.build_trees(logprob_RLK, token_RLK, budget_R, cap_R, max_nodes)
     num_rows, num_depths, num_ranks = logprob_RLK.shape
     if min(max_nodes, num_depths, num_ranks) == 0:
         return no_trees(num_rows, max_nodes, logprob_RLK.device)
@@ -228,11 +234,30 @@ def _grow(logprob_RLK: Tensor, tables: Frontier) -> tuple[Tensor, Tensor]:
     return torch.cat(scores, dim=1), torch.cat(children, dim=1)
 
 
+def forecast_mass(trees: TreeBatch, sizes: tuple[tuple[int, int], ...]) -> Tensor:
+    """Sum of path probabilities of each row's best `nodes` nodes that a block of `block` can reach, float32 [R, Q].
+
+    sizes: Q pairs (block, nodes).
+    """
+    if wants_kernel(trees.score):
+        from ratoon.ops.kernels import tree as twin
+
+        return twin.forecast_mass(trees, sizes)
+    probability_RM = trees.score.exp()
+    columns: list[Tensor] = []
+    for block, nodes in sizes:
+        reach_RM = trees.depth < block
+        first_RM = reach_RM & (reach_RM.cumsum(1) <= nodes)
+        columns.append(torch.where(first_RM, probability_RM, 0).sum(1))
+    return torch.stack(columns, dim=1) if columns else probability_RM.new_zeros(len(probability_RM), 0)
+
+
 def share_places(score_RM: Tensor, depth_RM: Tensor, num_nodes_R: Tensor, places: int) -> Tensor:
     """How many nodes of each row go to verify, int64 [R], when `places` hold all rows' roots and nodes.
 
-    The best nodes of all rows by score (calibrated, at most 0, not rising in node order), equal scores by
-    smaller depth, then lower row; within a row always the first ones. Raises ValueError if the roots do not fit.
+    The best nodes of all rows by score (calibrated, at most 0, not rising in node order, nor depth falling among
+    a row's equals), equal scores by smaller depth, then lower row; within a row always the first ones. Raises
+    ValueError if the roots do not fit.
     """
     num_rows, max_nodes = score_RM.shape
     num_all = num_rows * max_nodes
@@ -245,6 +270,10 @@ def share_places(score_RM: Tensor, depth_RM: Tensor, num_nodes_R: Tensor, places
     node_bits = (num_all - 1).bit_length()
     if node_bits + max_nodes.bit_length() > 32:
         raise ValueError(f"{num_rows} rows of {max_nodes} nodes do not fit the 32-bit order of nodes")
+    if wants_kernel(score_RM):
+        from ratoon.ops.kernels import tree as twin
+
+        return twin.share_places(score_RM, depth_RM, num_nodes_R, places)
     real_RM = torch.arange(max_nodes, device=score_RM.device) < num_nodes_R.unsqueeze(1)
     number_RM = torch.arange(num_all - 1, -1, -1, device=score_RM.device).view(num_rows, max_nodes)
     key_RM = _unique_key(score_RM, (max_nodes - depth_RM) * (1 << node_bits) + number_RM)
@@ -253,8 +282,15 @@ def share_places(score_RM: Tensor, depth_RM: Tensor, num_nodes_R: Tensor, places
     return ((key_RM >= worst) & real_RM).sum(1)
 
 
-def pack(trees: TreeBatch, count_R: Tensor, anchor_R: Tensor, places: int) -> Places:
-    """Lays each row's anchor and first count_R nodes side by side; needs sum(count_R) + R <= places."""
+def pack(trees: TreeBatch, count_R: Tensor, anchor_R: Tensor, places: int, out: Places | None = None) -> Places:
+    """Lays each row's anchor and first count_R nodes side by side; needs sum(count_R) + R <= places.
+
+    Written into `out` where given: tensors of the result's shapes, the rows of `bits` at any distance.
+    """
+    if wants_kernel(trees.token):
+        from ratoon.ops.kernels import tree as twin
+
+        return twin.pack(trees, count_R, anchor_R, places, out)
     num_rows, max_nodes = trees.token.shape
     start_R = F.pad((count_R + 1).cumsum(0), (1, 0))
     row_start = F.pad(start_R, (0, 1), value=places)
@@ -270,7 +306,12 @@ def pack(trees: TreeBatch, count_R: Tensor, anchor_R: Tensor, places: int) -> Pl
     num_words = max_nodes // 64 + 1
     local = local % (num_words * 64)
     bits = _ancestor_bits(local, parent, num_words, trees.depth_limit)
-    return Places(token, row_of, parent, depth, local, row_start, bits)
+    packed = Places(token, row_of, parent, depth, local, row_start, bits)
+    if out is None:
+        return packed
+    for field in fields(Places):
+        getattr(out, field.name).copy_(getattr(packed, field.name))
+    return out
 
 
 def _ancestor_bits(local_T: Tensor, parent_T: Tensor, num_words: int, depth_limit: int) -> Tensor:
@@ -307,3 +348,16 @@ def walk(places: Places, choice_T: Tensor, depth_limit: int) -> tuple[Tensor, Te
     step_D = torch.arange(width, device=choice_T.device)
     path_RD = path_RD.gather(1, torch.minimum(step_D, accepted.unsqueeze(1)))
     return accepted, path_RD, choice_T[path_RD[:, -1]]
+
+
+def history(places: Places, depth_limit: int) -> Tensor:
+    """Tokens of the drafted nodes from each place up to its root, int64 [T, max(depth_limit, 1)], -1 pads."""
+    if wants_kernel(places.token):
+        from ratoon.ops.kernels import tree as twin
+
+        return twin.history(places, depth_limit)
+    steps, node_T = [], torch.arange(places.token.shape[0], device=places.token.device)
+    for _ in range(max(depth_limit, 1)):
+        steps.append(torch.where(places.depth[node_T] > 0, places.token[node_T], -1))
+        node_T = places.parent[node_T]
+    return torch.stack(steps, dim=1)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Literal
 
@@ -16,32 +16,72 @@ from torch import Tensor
 from ratoon.core.request import SamplingParams
 from ratoon.runtime.buffers import poison
 from ratoon.runtime.graphs import BirthCase, Level, birth_test
+from ratoon.runtime.prefill import Chunk
 from ratoon.runtime.runner import Runner
 from ratoon.spec.state import RoundShape
 
 _LENGTHS = (40, 7, 17, 1, 33, 2, 25, 12)
+_SAMPLED = (
+    SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2),
+    SamplingParams(temperature=1.1, top_k=12, min_p=0.02),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, presence_penalty=0.4, frequency_penalty=0.5, logit_bias={3: 2.0, 0: -1.0}),
+)
+"""Rows of a general key: every filter and penalty, and a greedy one among them."""
 
 
-def check_births(runner: Runner, shapes: Iterable[RoundShape], level: Level) -> int:
+def check_births(
+    runner: Runner,
+    shapes: Iterable[RoundShape],
+    level: Level,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
     """Tests captured shapes before the seats open; returns the number of replays. Raises BirthError.
 
-    quick: the smallest and the largest shape; full: all of them, with every poison; off: none.
+    quick: the smallest and the largest shape of each sampler, and the smallest prefill; full: all of them, with every
+    poison; off: none. progress(done, total) follows each.
     """
     assert runner.graphs is not None, "only graphs are born"
     order = sorted(shapes, key=lambda shape: (shape.places, shape.rows, shape.block))
     if level == "off" or not order:
         return 0
-    chosen = order if level == "full" else list(dict.fromkeys((order[0], order[-1])))
+    chosen = order if level == "full" else _ends(order)
+    sizes = runner.chunks if level == "full" else runner.chunks[:1]
+    tests = [partial(_check_round, runner, shape, level) for shape in chosen]
+    tests += [partial(_check_prefill, runner, size, level) for size in sizes]
     replays = 0
-    for shape in chosen:
-        key = runner.key_of(shape)
-        keys = key.staged() if runner.mode == "staged" else (key,)
-        cases = [_Case(runner, shape, name, rows).as_birth_case() for name, rows in _rows_of(shape.rows).items()]
-        report = birth_test(
-            runner.graphs, keys, partial(runner.run_stages, shape), cases, level, scrub=partial(_scrub, runner)
-        )
-        replays += report.num_replays
+    for number, test in enumerate(tests, start=1):
+        replays += test()
+        if progress:
+            progress(number, len(tests))
     return replays
+
+
+def _ends(order: list[RoundShape]) -> list[RoundShape]:
+    by_sampler: dict[str, list[RoundShape]] = {}
+    for shape in order:
+        by_sampler.setdefault(shape.sampler, []).append(shape)
+    return list(dict.fromkeys(end for same in by_sampler.values() for end in (same[0], same[-1])))
+
+
+def _check_round(runner: Runner, shape: RoundShape, level: Level) -> int:
+    assert runner.graphs is not None
+    key = runner.key_of(shape)
+    keys = key.staged() if runner.mode == "staged" else (key,)
+    cases = [_Case(runner, shape, name, rows).as_birth_case() for name, rows in _rows_of(shape.rows).items()]
+    static, scrub = partial(runner.run_stages, shape), partial(_scrub, runner)
+    return birth_test(runner.graphs, keys, static, cases, level, scrub=scrub).num_replays
+
+
+def _check_prefill(runner: Runner, size: int, level: Level) -> int:
+    """A prefill graph over parts of different lengths, from different positions, on scattered pages."""
+    assert runner.graphs is not None
+    longest = min(size, runner.limits.max_model_len // 2)
+    counts = {"changed": longest - 1, "shrink": max(longest // 3, 1), "grow": longest}
+    cases = [_PrefillCase(runner, size, name, count).as_birth_case() for name, count in counts.items()]
+    static = partial(runner.run_prefill, size)
+    key = runner.prefill_key(size)
+    return birth_test(runner.graphs, key, static, cases, level, scrub=partial(_scrub, runner)).num_replays
 
 
 def _rows_of(rows: int) -> dict[str, int]:
@@ -68,6 +108,8 @@ class _Case:
         vocab = runner.round.target.config.vocab_size
         self.prompts = [[chance.randrange(vocab) for _ in range(length)] for length in self.lengths]
         self.budgets = [chance.randint(min(1, shape.nodes), shape.nodes) for _ in range(rows)]
+        kinds = (SamplingParams(),) if shape.sampler == "argmax" else _SAMPLED
+        self.params = [kinds[i % len(kinds)] for i in range(rows)]
 
     def _num_pages(self, length: int) -> int:
         limits = self.runner.limits
@@ -79,9 +121,10 @@ class _Case:
     def _prepare(self) -> None:
         runner = self.runner
         runner.table.reset("state", "kv")
-        for seat, prompt, pages, budget in zip(self.seats, self.prompts, self.pages, self.budgets, strict=True):
+        rows = zip(self.seats, self.prompts, self.pages, self.params, self.budgets, strict=True)
+        for seat, prompt, pages, params, budget in rows:
             limit = len(prompt) + runner.limits.scratch
-            runner.join(seat, prompt, pages, SamplingParams(), (), 1, limit, budget, max(runner.limits.max_ranks, 1))
+            runner.join(seat, prompt, pages, params, (), seat, limit, budget, max(runner.limits.max_ranks, 1))
             runner.prefill(seat, prompt, 0, len(prompt) - 1)
 
     def _fill(self) -> None:
@@ -116,3 +159,38 @@ class _Case:
         handed_over = ("places.token", "places.parent", "places.depth", "verify.hidden")
         seen |= {name: table[name][:num_places] for name in handed_over}
         return seen | {name: table[name][0, :rows] for name in table.names("output")}
+
+
+class _PrefillCase(_Case):
+    """One row, the first part of whose prompt is there already; the graph computes the rest."""
+
+    def __init__(self, runner: Runner, size: int, name: str, count: int) -> None:
+        super().__init__(runner, RoundShape(1, 1, 0, 0, "argmax"), name, 1)
+        limits, chance = runner.limits, random.Random(f"{name} {size} {count}")
+        self.size, self.base = size, chance.randrange(1, min(limits.max_model_len - count, limits.context - size) + 1)
+        self.lengths, self.end = [self.base + count], self.base + count
+        pages = chance.sample(range(1, limits.num_pages), self._num_pages(self.end))
+        self.pages = [pages]
+        vocab = runner.round.target.config.vocab_size
+        self.prompts = [[chance.randrange(vocab) for _ in range(self.end + 1)]]
+
+    def _prepare(self) -> None:
+        runner, (seat,), (prompt,), (pages,) = self.runner, self.seats, self.prompts, self.pages
+        runner.table.reset("state", "kv")
+        runner.join(seat, prompt, pages, SamplingParams(), (), 1, len(prompt) + 1, 0, 1)
+        runner.prefill(seat, prompt, 0, self.base)
+
+    def _fill(self) -> None:
+        self.runner.fill_prefill(self.seats[0], self.prompts[0], Chunk(self.base, self.end, self.size))
+
+    def _poison(self, kind: Literal["noise", "nan"]) -> None:
+        """What the row has not computed yet is beyond its live length."""
+        starts = self.runner.state.start_S
+        start = starts.clone()
+        starts[self.seats[0]] = self.base
+        super()._poison(kind)
+        starts.copy_(start)
+
+    def _observe(self) -> Mapping[str, Tensor]:
+        table, live = self.runner.table, self._live_slots()
+        return {name: table[name][:, live] for name in table.names("kv")}

@@ -1,5 +1,5 @@
-# Owns: every tensor that a graph may read or write, their addresses, canaries, padding and host staging.
-# Promises: a fill writes every input or raises before anything runs; a moved buffer changes the generation.
+# Owns: every tensor that a graph may read or write, their addresses, canaries and padding.
+# Promises: a fill writes every input or raises before anything is written; a moved buffer changes the generation.
 # Never: writes role state in a fill; grows a buffer behind a captured graph.
 """Declared buffers of the graph contract (docs/CONTRACT.md clauses 1, 2, 4, 6, 7, 8)."""
 
@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite, prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
+
+from ratoon.runtime.staging import StagingRing
 
 Role = Literal["input", "state", "kv", "weight", "output", "scratch"]
 Poison = Literal["nan", "noise"]
@@ -127,42 +129,6 @@ class BorrowedOutput:
         return self.tensor
 
 
-class StagingRing:
-    """Pinned host places that async copies read from; a place is reused only after its copy has run.
-
-    On CPU the memory is plain and nothing is waited for, but the order acquire, sent, acquire is asserted all the same.
-    """
-
-    def __init__(self, depth: int, nbytes: int, device: torch.device | str = "cpu") -> None:
-        if depth < 1:
-            raise ValueError(f"a staging ring needs at least one place, not {depth}")
-        self._on_cuda = torch.device(device).type == "cuda"
-        self.places = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._on_cuda) for _ in range(depth)]
-        self._events = [torch.cuda.Event() if self._on_cuda else None for _ in range(depth)]
-        self._recorded = [False] * depth
-        self._next = 0
-        self._open: int | None = None
-        self.num_waits = 0
-
-    def acquire(self) -> int:
-        """Index of the next place, safe to write; waits for the copy that used it last."""
-        assert self._open is None, f"place {self._open} of the staging ring was acquired and never sent"
-        index, event = self._next, self._events[self._next]
-        if self._recorded[index] and event is not None and not event.query():
-            self.num_waits += 1
-            event.synchronize()
-        self._open, self._next = index, (index + 1) % len(self.places)
-        return index
-
-    def sent(self, index: int) -> None:
-        """The copy out of this place is queued on the current stream."""
-        assert self._open == index, f"place {index} of the staging ring was sent without being acquired"
-        event = self._events[index]
-        if event is not None:
-            event.record()
-        self._recorded[index], self._open = True, None
-
-
 class _Block:
     """One allocation that holds buffers, each between two guards full of canaries."""
 
@@ -204,13 +170,17 @@ class _PackedInputs(_Block):
     def write(self, inputs: Mapping[str, Tensor], live: Mapping[str, int]) -> None:
         """Pad everything, then lay the live prefixes over it; tensors already on the device are copied there."""
         index = self.ring.acquire()
-        self.ring.places[index].copy_(self.padding)
-        on_host = {name for name, tensor in inputs.items() if tensor.device.type == "cpu"}
-        for name in on_host:
-            self._staged[index][name][: live[name]].copy_(inputs[name][: live[name]])
-        self.bytes.copy_(self.ring.places[index], non_blocking=True)
+        place, staged = self.ring.places[index], self._staged[index]
+        place.copy_(self.padding)
+        on_device = []
+        for name, tensor in inputs.items():
+            if tensor.is_cpu:
+                staged[name][: live[name]].copy_(tensor[: live[name]])
+            else:
+                on_device.append(name)
+        self.bytes.copy_(place, non_blocking=True)
         self.ring.sent(index)
-        for name in inputs.keys() - on_host:
+        for name in on_device:
             self.tensors[name][: live[name]].copy_(inputs[name][: live[name]])
 
     def reset(self) -> None:
@@ -393,6 +363,15 @@ class BufferTable:
     @staticmethod
     def _check_input(spec: BufferSpec, supplied: object, length: int | None, key: Any, mode: str) -> int:
         """Number of live rows; raises ContractError with everything needed to find the caller's mistake."""
+        if isinstance(supplied, Tensor) and supplied.dtype == spec.dtype and supplied.shape[1:] == spec.shape[1:]:
+            given_rows = supplied.shape[0] if supplied.dim() else -1
+            rows = given_rows if length is None else length
+            if 0 <= rows <= given_rows and rows <= spec.capacity(key):
+                return rows
+        BufferTable._refuse_input(spec, supplied, length, key, mode)
+
+    @staticmethod
+    def _refuse_input(spec: BufferSpec, supplied: object, length: int | None, key: Any, mode: str) -> NoReturn:
         captured = f"captured as {str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"
         given = supplied if isinstance(supplied, str) else describe(supplied)
         where = f"graph {key}, mode {mode}: input '{spec.name}' ({captured}) was supplied {given}"
@@ -408,12 +387,16 @@ class BufferTable:
         rows = supplied.shape[0] if length is None else length
         if not 0 <= rows <= supplied.shape[0]:
             raise ContractError(f"{where}: live length {rows} is outside of what was supplied.")
-        if rows > spec.capacity(key):
-            raise ContractError(
-                f"{where}: live length {rows} exceeds the capacity {spec.capacity(key)} of this key. "
-                "Choose a larger key or admit fewer rows: a fill never truncates and never grows a buffer."
-            )
-        return rows
+        raise ContractError(
+            f"{where}: live length {rows} exceeds the capacity {spec.capacity(key)} of this key. "
+            "Choose a larger key or admit fewer rows: a fill never truncates and never grows a buffer."
+        )
+
+    def settle(self) -> None:
+        """Makes fills possible again after one that an interrupt cut off."""
+        for block in self._blocks.values():
+            if isinstance(block, _PackedInputs):
+                block.ring.settle()
 
     def reset_inputs(self, *groups: str) -> None:
         """Fill whole groups with padding, so that capture and warm-up touch seat 0 and page 0 only."""

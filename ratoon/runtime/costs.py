@@ -1,20 +1,22 @@
 # Owns: measuring what a bucket costs on this machine.
 # Promises: runs on the dummy seat alone; median of a few runs after a warm-up.
 # Never: decides.
-"""The start-up cost table of the budget policy (METHOD section 4, first version: short context)."""
+"""The start-up cost tables of the budget policy (METHOD section 4, first version: short context)."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ratoon.ops.tree import TreeBatch, no_trees, pack
-from ratoon.spec.budget import CostTable, Curve
-from ratoon.spec.round import Round
+from ratoon.runtime.runner import Runner
+from ratoon.spec.budget import Bucket, CostTable, Curve
+from ratoon.spec.round import Drafted, Round
 from ratoon.spec.state import RoundShape
 
 VERIFY_PLACES = (1, 4, 8, 16, 24, 32, 64)
@@ -37,6 +39,42 @@ def measure_costs(
         verify = tuple(_median_ms(_verify(round_, count), device, repeats) for count in places)
         round_.state.round_number.copy_(number)
     return CostTable(draft, Curve(tuple(places), verify))
+
+
+@dataclass(frozen=True)
+class CapturedCosts(CostTable):
+    """Milliseconds of the captured round that serves a bucket with a row count; infinite where none does, so that it
+    is never chosen. One sampler kind's, so `place_ms` is in it already."""
+
+    served: Mapping[tuple[int, Bucket], float]
+
+    def round_ms(self, rows: int, bucket: Bucket, place_ms: float = 0.0) -> float:
+        return self.served.get((rows, bucket), float("inf"))
+
+
+def measure_rounds(runner: Runner, sampler: str, repeats: int = 3) -> CapturedCosts:
+    """The costs of a runner's captured rounds, replayed on the dummy seat. Call with nothing in flight, or wait for it
+    here."""
+    number = runner.state.round_number.clone()
+    ms = {shape: _replay_ms(runner, shape, repeats) for shape in runner.shapes if shape.sampler == sampler}
+    with torch.inference_mode():
+        runner.state.round_number.copy_(number)
+    served: dict[tuple[int, Bucket], float] = {}
+    for rows in range(1, runner.limits.max_rows + 1):
+        for block, nodes in ((0, 0), *runner.limits.forecast):
+            shape = runner.serving(RoundShape(rows, rows * (nodes + 1), block, nodes, sampler))
+            # A longer block than the bucket's is its own bucket.
+            if shape is not None and shape.block == block:
+                served[rows, (block, nodes)] = ms[shape]
+    return CapturedCosts({}, Curve((1,), (0.0,)), served)
+
+
+def _replay_ms(runner: Runner, shape: RoundShape, repeats: int) -> float:
+    def run() -> None:
+        runner.fill((), shape)
+        runner.replay(shape)
+
+    return _median_ms(run, runner.device, repeats)
 
 
 def measure_sampler(round_: Round, kind: str, device: torch.device, places: int = 4) -> float:
@@ -71,11 +109,12 @@ def _verify(round_: Round, places: int, sampler: str = "argmax") -> Callable[[],
     block = round_.drafter.config.block_size if round_.drafter and nodes else 0
     shape = RoundShape(1, places, block, nodes, sampler, live=True)
     tree = _bush(nodes, seat_R) if nodes else no_trees(1, 0, seat_R.device)
-    packed = pack(tree, tree.num_nodes, seat_R, places)
+    mass_RQ = torch.zeros(1, len(round_.limits.forecast), device=seat_R.device)
+    drafted = Drafted(pack(tree, tree.num_nodes, seat_R, places), mass_RQ)
 
     def run() -> None:
-        verified = round_.verify(seat_R, packed, shape)
-        round_.accept_commit(seat_R, packed, verified, shape)
+        verified = round_.verify(seat_R, drafted.places, shape)
+        round_.accept_commit(seat_R, drafted, verified, shape)
 
     return run
 

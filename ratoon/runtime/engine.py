@@ -5,43 +5,45 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal
 
-import torch
-
-from ratoon.core.request import FinishReason, Method, RequestOutput, SamplingParams, batch_sampler_kind
+from ratoon.core.request import FinishReason, Method, RequestOutput, SamplingParams
 from ratoon.core.tree import Tree
+from ratoon.models.decoder import Decoder
+from ratoon.models.dflash import DFlash
 from ratoon.models.hub import drafter_for, resolve
 from ratoon.models.layers import prepare
 from ratoon.models.weights import load_config, load_drafter, load_model
 from ratoon.runtime.birth import check_births
-from ratoon.runtime.costs import measure_costs, measure_sampler
+from ratoon.runtime.chooser import Chooser
 from ratoon.runtime.graphs import Level
+from ratoon.runtime.intake import Intake, Prompt
+from ratoon.runtime.kv import specs_of
 from ratoon.runtime.pages import PagePool
+from ratoon.runtime.plan import device_memory, fit_pages, memory_remedy, page_bytes, plan_memory
 from ratoon.runtime.rows import Row
 from ratoon.runtime.runner import Launch, Runner
 from ratoon.runtime.setup import (
-    MAX_NODES,
+    Options,
     Settings,
-    auto_buckets,
     choose_device,
     choose_dtype,
+    choose_method,
     choose_mode,
+    choose_run_ahead,
     limits_for,
-    padded_shapes,
 )
+from ratoon.runtime.shapes import Estimate, auto_buckets, padded_shapes
 from ratoon.runtime.text import Tokenizer
-from ratoon.spec.budget import PLAIN, BudgetPolicy
-from ratoon.spec.state import RoundShape
+from ratoon.spec.simulate import Simulation
+from ratoon.spec.state import Limits, RoundShape
 
-Prompt = str | Sequence[int]
-PREFILL_CHUNK = 512
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,11 @@ class Engine:
     """A target, its drafter, and rounds over up to `max_rows` requests at a time.
 
     model: 'smollm2', a directory, a .gguf file or a pulled hub id. drafter: 'auto' (the known one of the model, if
-    any), 'none', or as for model. method 'tree', 'chain' or 'ar' and budget (drafted nodes a round, 'auto', 0 = AR)
-    are defaults that a request may override. Raises ValueError or FileNotFoundError with the remedy.
+    any), 'none', or as for model. method 'tree', 'chain' or 'ar' (None or 'auto': tree with a drafter, else ar) and
+    budget (drafted nodes a round, 'auto', 0 = AR) are defaults that a request may override. run_ahead: rounds launched
+    before the oldest is read (None: 1 where a GPU replays graphs, else 0). gpu_memory_utilization: the share of a GPU
+    that weights, caches and graphs may take. progress(what, done, total) follows capture, its tests and measurements.
+    Raises ValueError, FileNotFoundError or MemoryError with the remedy.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class Engine:
         model: str = "smollm2",
         *,
         drafter: str | None = "auto",
-        method: Method = "tree",
+        method: Method | Literal["auto"] | None = None,
         budget: int | Literal["auto"] = "auto",
         topk_cap: int = 16,
         dtype: str = "auto",
@@ -80,82 +85,150 @@ class Engine:
         max_rows: int = 8,
         max_model_len: int | None = None,
         page_size: int = 16,
-        run_ahead: int = 0,
+        run_ahead: int | None = None,
         birth_test: Level = "quick",
+        gpu_memory_utilization: float = 0.85,
         debug: bool = False,
-        progress: Callable[[str, int, int], None] | None = None,
+        shapes: Sequence[RoundShape] | None = None,
+        cache_tokens: int | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        if method not in get_args(Method):
-            raise ValueError(f"method '{method}' is unknown: use {', '.join(get_args(Method))}")
-        where = choose_device(device)
-        path = resolve(model)
-        kind = choose_dtype(dtype, where, load_config(path))
-        self.tokenizer = Tokenizer.load(path)
-        self._target = load_model(path, kind, where)
-        self._drafter, drafter_path = self._load_drafter(model, drafter, method, kind, where)
-        config = self._drafter.config if self._drafter else None
-        if where.type == "cpu" and choose_mode(mode, where) == "eager":
-            self._target.prepare()
-            if self._drafter:
-                prepare(self._drafter)
-        forecast = auto_buckets(config, where) if config else ()
-        chosen = choose_mode(mode, where)
-        limits = limits_for(
-            self._target.config,
-            config,
+        options = Options(
+            method=method,
+            budget=budget,
+            topk_cap=topk_cap,
+            mode=mode,
             max_rows=max_rows,
             max_model_len=max_model_len,
-            topk_cap=topk_cap,
-            page_size=page_size,
-            run_ahead=run_ahead,
-            forecast=forecast,
-            padded_on_cpu=where.type == "cpu" and chosen != "eager",
-        )
-        self.settings = Settings(
-            model=str(model),
-            drafter=drafter_path,
-            method=method if self._drafter else "ar",
-            budget=None if budget == "auto" else budget,
-            topk_cap=topk_cap,
-            dtype=str(kind).removeprefix("torch."),
-            device=str(where),
-            mode=chosen,
-            max_rows=max_rows,
-            max_model_len=limits.max_model_len,
             page_size=page_size,
             run_ahead=run_ahead,
             birth_test=birth_test,
+            gpu_memory_utilization=gpu_memory_utilization,
+            debug=debug,
+            shapes=shapes,
+            cache_tokens=cache_tokens,
         )
-        self._check_budget(self.settings.budget, topk_cap)
-        self.limits = limits
-        self.runner = Runner(self._target, self._drafter, limits, where, chosen, debug)
-        self._open_shapes(birth_test, progress)
-        self._pages = PagePool(limits.num_pages)
-        self._free_seats = list(range(max_rows, 0, -1))
-        self._policy: BudgetPolicy | None = None
-        self._place_ms: dict[str, float] = {"argmax": 0.0}
+        where, path, draft_path = choose_device(device), resolve(model), _drafter_path(model, drafter)
+        choose_method(method, draft_path is not None)
+        kind, tokenizer = choose_dtype(dtype, where, load_config(path)), Tokenizer.load(path)
+        with memory_remedy("loading the weights", "free the GPU, or choose a smaller model"):
+            target = load_model(path, kind, where)
+            network = load_drafter(draft_path, kind, where, target.config) if draft_path else None
+        name = None if draft_path is None else draft_path.name if drafter == "auto" else str(drafter)
+        self._start(target, network, tokenizer, (str(model), name), options, None, progress)
+
+    @classmethod
+    def from_parts(
+        cls,
+        target: Decoder,
+        drafter: DFlash | None = None,
+        tokenizer: Tokenizer | None = None,
+        *,
+        name: str = "parts",
+        simulation: Simulation | None = None,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> Engine:
+        """An engine over networks that are in place. Without a tokenizer prompts are token ids and outputs have no
+        text. options: those of `Engine` from `method` on."""
+        engine, chosen = cls.__new__(cls), Options(**options)
+        names = (name, name if drafter else None)
+        engine._start(target, drafter, tokenizer, names, chosen, simulation, progress)
+        return engine
+
+    def _start(
+        self,
+        target: Decoder,
+        drafter: DFlash | None,
+        tokenizer: Tokenizer | None,
+        names: tuple[str, str | None],
+        options: Options,
+        simulation: Simulation | None,
+        progress: Progress | None,
+    ) -> None:
+        self._target, self._drafter, self._tokenizer = target, drafter, tokenizer
+        config, where = drafter.config if drafter else None, target.embed.weight.device
+        mode, method = choose_mode(options.mode, where), choose_method(options.method, drafter is not None)
+        run_ahead = choose_run_ahead(options.run_ahead, where, mode)
+        limits = limits_for(
+            target.config,
+            config,
+            options,
+            run_ahead=run_ahead,
+            forecast=auto_buckets(config, where) if config else (),
+            padded_on_cpu=where.type == "cpu" and mode != "eager",
+        )
+        self.settings = Settings(
+            model=names[0],
+            drafter=names[1],
+            method=method,
+            budget=None if options.budget == "auto" else options.budget,
+            topk_cap=options.topk_cap,
+            dtype=str(target.embed.weight.dtype).removeprefix("torch."),
+            device=str(where),
+            mode=mode,
+            max_rows=options.max_rows,
+            max_model_len=limits.max_model_len,
+            page_size=options.page_size,
+            run_ahead=run_ahead,
+            birth_test=options.birth_test,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+        )
+        self._intake = Intake(self.settings, limits, target.config, tokenizer, drafter is not None, simulation)
+        self._intake.check_budget(self.settings.budget, options.topk_cap)
+        shapes = self._shapes(limits, options)
+        self.limits = self._plan(limits, shapes, fits=where.type == "cuda" and options.cache_tokens is None)
+        if where.type == "cpu" and mode == "eager":
+            target.prepare()
+            if drafter:
+                prepare(drafter)
+        remedy = "lower max_rows or max_model_len, or gpu_memory_utilization, which leaves graphs more room"
+        with memory_remedy("allocating caches and capturing graphs", remedy):
+            self.runner = Runner(target, drafter, self.limits, where, mode, options.debug, simulation)
+            self._chooser = Chooser(self.runner)
+            self._open(shapes, options.birth_test, progress)
+        self._pages = PagePool(self.limits.num_pages)
+        self._free_seats = list(range(options.max_rows, 0, -1))
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}
         self._in_flight: deque[Launch] = deque()
         self._counters: Counter[str] = Counter()
 
-    def _load_drafter(self, model: str, drafter: str | None, method: str, kind: torch.dtype, where: torch.device):
-        if drafter in (None, "none"):
-            return None, None
-        path = drafter_for(model) if drafter == "auto" else resolve(drafter)
-        if path is None:
-            return None, None
-        return load_drafter(path, kind, where, self._target.config), str(drafter if drafter != "auto" else path.name)
+    def _shapes(self, limits: Limits, options: Options) -> Sequence[RoundShape]:
+        """What padded modes open."""
+        if self.settings.mode == "eager":
+            return ()
+        if options.shapes is not None:
+            return options.shapes
+        budget = 0 if self.settings.method == "ar" else self.settings.budget
+        estimate = Estimate.of(self._target.config, self._drafter.config) if self._drafter else None
+        return padded_shapes(limits, budget, self._target.embed.weight.device, estimate)
 
-    def _open_shapes(self, level: Level, progress: Callable[[str, int, int], None] | None) -> None:
-        """Padded modes: opens the shapes, captures and tests them."""
+    def _plan(self, limits: Limits, shapes: Sequence[RoundShape], fits: bool) -> Limits:
+        """Makes the memory plan; on a GPU with as many pages as fit."""
+        configs = (self._target.config, self._drafter.config if self._drafter else None)
+        weight = self._target.embed.weight
+
+        def planned(limits: Limits):
+            specs = specs_of(limits, *configs, weight.dtype)
+            return plan_memory(self._target, self._drafter, configs[0], specs, shapes, limits)
+
+        if fits:
+            page = page_bytes(configs, limits.page_size, weight.dtype)
+            share = self.settings.gpu_memory_utilization
+            limits = fit_pages(limits, planned(limits), page, device_memory(weight.device), share)
+        self.memory = planned(limits)
+        return limits
+
+    def _open(self, shapes: Sequence[RoundShape], level: Level, progress: Progress | None) -> None:
+        """Padded modes: opens the shapes, captures, tests and measures them."""
         if self.settings.mode == "eager":
             return
-        budget = 0 if self.settings.method == "ar" else self.settings.budget
-        shapes = padded_shapes(self.limits, budget, torch.device(self.settings.device))
         self.runner.capture(shapes, partial(progress, "capture") if progress else None)
         if self.runner.graphs is not None:
-            check_births(self.runner, self.runner.shapes, level)
+            check_births(self.runner, self.runner.shapes, level, partial(progress, "birth test") if progress else None)
+        if self.settings.budget is None and self.settings.method != "ar":
+            self._chooser.prepare()
 
     # ---- what it is -------------------------------------------------------------------------------------------
 
@@ -179,9 +252,20 @@ class Engine:
     def device(self) -> str:
         return self.settings.device
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """ValueError where the engine was made without one."""
+        if self._tokenizer is None:
+            raise ValueError("this engine has no tokenizer: it reads and gives token ids")
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self._target.config.vocab_size
+
     def describe(self) -> str:
-        """The resolved settings, one per line."""
-        return self.settings.describe()
+        """The resolved settings and the memory plan, one entry per line."""
+        return f"{self.settings.describe()}\n{self.memory.describe()}"
 
     @property
     def trace_trees(self) -> bool:
@@ -194,7 +278,7 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """Counts since start: rounds, tokens, `ms_*` of the stages, `fallback_*`, `bucket_*`."""
-        return {**self._counters, **self.runner.stage_ms, **self.runner.fallbacks}
+        return {**self._counters, **self._chooser.counts, **self.runner.stage_ms, **self.runner.fallbacks}
 
     def close(self) -> None:
         """Ends every request and frees the device's graphs and caches."""
@@ -213,7 +297,8 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Finished outputs, in the order of the prompts (texts, or sequences of token ids)."""
-        done = {event.index: event.output for event in self.stream(prompts, params) if event.output is not None}
+        rows = self._intake.rows(prompts, params)
+        done = {event.index: event.output for event in self._serve(rows, streams=False) if event.output is not None}
         return [done[index] for index in sorted(done)]
 
     def stream(
@@ -223,90 +308,12 @@ class Engine:
 
         All prompts are checked before the first runs: ValueError for an empty one, or one longer than the context.
         """
-        rows = self._submit(prompts, params)
-        return self._serve(rows)
-
-    def _submit(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Row]:
-        if isinstance(prompts, bytes) or not isinstance(prompts, str | Iterable):
-            raise ValueError(f"prompts must be text, token ids, or a list of them, got {type(prompts).__name__}")
-        several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if several and isinstance(several[0], Integral):
-            several = [several]
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(several)
-        if len(params) != len(several):
-            raise ValueError(
-                f"{len(several)} prompts but {len(params)} sampling parameters: give one for all, or one each"
-            )
-        return [self._row(i, p, q) for i, (p, q) in enumerate(zip(several, params, strict=True))]  # pyright: ignore
-
-    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt; ValueError for what is neither text nor whole numbers."""
-        if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode(prompt))
-        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-            raise ValueError(f"a prompt must be text or a sequence of token ids, got {type(prompt).__name__}")
-        ids = tuple(prompt)
-        odd = next((token for token in ids if isinstance(token, bool) or not isinstance(token, Integral)), None)
-        if odd is not None:
-            raise ValueError(f"a prompt must be text or a sequence of token ids, got {odd!r} as a token id")
-        return tuple(int(token) for token in ids)
-
-    def _row(self, index: int, prompt: Prompt, params: SamplingParams) -> Row:
-        ids = self._ids(prompt)
-        config = self._target.config
-        if not ids:
-            raise ValueError("the prompt is empty: give at least one token")
-        if len(ids) >= self.limits.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, but the context holds {self.limits.max_model_len} with room for "
-                "at least one more: shorten the prompt or raise max_model_len"
-            )
-        if not all(0 <= token < config.vocab_size for token in ids):
-            raise ValueError(f"the prompt has a token id outside of the vocabulary of {config.vocab_size}")
-        params.check_vocabulary(config.vocab_size)
-        if params.n != 1:
-            raise ValueError(f"n is {params.n}, but a prompt gets one sample: repeat it with sample_index 0, 1, ...")
-        method = params.method or self.settings.method
-        if method != "ar" and self._drafter is None:
-            raise ValueError(f"method '{method}' needs a drafter, and this engine has none: use method 'ar'")
-        budget = self.settings.budget if params.budget is None else params.budget
-        cap = self.settings.topk_cap if params.topk_cap is None else params.topk_cap
-        self._check_budget(budget, cap)
-        is_auto = budget is None and method != "ar"
-        eos = () if params.ignore_eos else config.eos_ids + tuple(self.tokenizer.eos_ids)
-        return Row(
-            index=index,
-            prompt=ids,
-            params=params,
-            stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
-            budget=0 if method == "ar" else self.limits.max_nodes if budget is None else budget,
-            topk_cap=1 if method == "chain" else cap,
-            is_auto=is_auto,
-            tokenizer=self.tokenizer,
-            submitted=time.perf_counter(),
-        )
-
-    def _check_budget(self, budget: int | None, cap: int) -> None:
-        if budget is not None and not (isinstance(budget, Integral) and 0 <= budget <= MAX_NODES):
-            raise ValueError(
-                f"budget must be from 0 (autoregressive) to the engine's limit of {MAX_NODES}, got {budget!r}"
-            )
-        if self._drafter is None:
-            return
-        if cap < 0:
-            raise ValueError(f"topk_cap must be at least 0 (0: uncapped), got {cap}")
-        if cap > MAX_NODES:
-            raise ValueError(f"topk_cap must be at most {MAX_NODES} (0: uncapped), got {cap}")
-        own = self.settings.topk_cap
-        if own and (cap == 0 or cap > own):
-            raise ValueError(f"topk_cap {cap} exceeds this engine's {own}: start it with a larger topk_cap, or with 0")
+        return self._serve(self._intake.rows(prompts, params), streams=True)
 
     # ---- the loop ---------------------------------------------------------------------------------------------
 
-    def _serve(self, rows: list[Row]) -> Generator[StreamEvent]:
+    def _serve(self, rows: list[Row], streams: bool) -> Generator[StreamEvent]:
+        """streams: an event for every row of every round; else one per row, when it is finished."""
         if self._waiting or self._rows:
             raise RuntimeError("another stream is still open on this engine: finish it or close() it first")
         self._waiting.extend(rows)
@@ -318,7 +325,7 @@ class Engine:
                 if live and len(self._in_flight) <= self.limits.run_ahead:
                     self._launch(live)
                 if self._in_flight and (len(self._in_flight) > self.limits.run_ahead or not live):
-                    yield from self._deliver(self._in_flight.popleft())
+                    yield from self._deliver(self._in_flight.popleft(), streams)
         finally:
             self._abort_all()
 
@@ -348,64 +355,19 @@ class Engine:
             row.budget,
             row.topk_cap,
         )
-        if row.is_auto:
-            self._policy_of().join(row.seat)
-        last = len(row.prompt) - 1
-        for begin in range(0, last, PREFILL_CHUNK):
-            self.runner.prefill(row.seat, row.prompt, begin, min(begin + PREFILL_CHUNK, last))
+        self._chooser.join(row)
+        self.runner.prefill(row.seat, row.prompt, 0, len(row.prompt) - 1)
 
     def _launch(self, live: list[Row]) -> None:
-        shape = self._shape(live)
-        launch = self.runner.launch([row.seat for row in live], shape)
+        launch = self.runner.launch([row.seat for row in live], self._chooser.shape(live))
         for row in live:
             row.last_launch = launch.number
         self._in_flight.append(launch)
         self._counters["rounds"] += 1
 
-    def _shape(self, live: list[Row]) -> RoundShape:
-        """The next round's bucket: the rows' own budgets, or the policy's choice."""
-        kind = batch_sampler_kind([row.params.sampler_kind for row in live])
-        fixed = [row.budget for row in live if not row.is_auto]
-        block, nodes, places = 0, max(fixed, default=0), sum(budget + 1 for budget in fixed)
-        if nodes:
-            block = self.limits.max_block
-        auto = [row.seat for row in live if row.is_auto]
-        if auto:
-            bucket = self._policy_of().choose(auto, self._sampler_ms(kind))
-            self._counters[f"bucket_{bucket[0]}x{bucket[1]}"] += 1
-            block, places = max(block, bucket[0]), places + len(auto) * (bucket[1] + 1)
-            nodes = max(nodes, self._policy_nodes() if bucket != PLAIN else 0)
-            if fixed:
-                # A fixed budget is a promise: with enough places for every row, none is shared away.
-                nodes = max(max(fixed), bucket[1])
-                places = len(live) * (nodes + 1)
-        return self.runner.fit(RoundShape(len(live), places, block, nodes, kind))
-
-    def _policy_nodes(self) -> int:
-        return max(nodes for _, nodes in self.limits.forecast)
-
-    def _sampler_ms(self, kind: str) -> float:
-        """Cost per place of a sampler kind beyond an argmax, measured when it first comes."""
-        if kind not in self._place_ms:
-            device = torch.device(self.settings.device)
-            self._place_ms[kind] = measure_sampler(self.runner.round, kind, device)
-        return self._place_ms[kind]
-
-    def _policy_of(self) -> BudgetPolicy:
-        """The policy, measured when the first request with an automatic budget comes."""
-        if self._policy is None:
-            buckets = self.limits.forecast
-            blocks = sorted({block for block, _ in buckets})
-            table = measure_costs(self.runner.round, blocks, self._policy_nodes(), torch.device(self.settings.device))
-            # Optimistic, so that the first rounds draft and tell.
-            prior = [min(nodes, block - 1) * 0.5 for block, nodes in buckets]
-            self._policy = BudgetPolicy(table, buckets, prior)
-        return self._policy
-
-    def _deliver(self, launch: Launch) -> Iterator[StreamEvent]:
+    def _deliver(self, launch: Launch, streams: bool) -> Iterator[StreamEvent]:
         results = self.runner.read(launch)
         trees = self.runner.trees(launch)
-        bucket = (launch.shape.block, launch.shape.places // launch.shape.rows - 1)
         for seat, result in zip(launch.seats, results, strict=True):
             row = self._rows.get(seat)
             if row is None or row.finish_reason is not None:
@@ -417,15 +379,15 @@ class Engine:
                     "narrow for it: load it anew, or try dtype float32"
                 )
             tokens = row.take(result)
-            if row.is_auto and launch.shape.block:
-                self._policy_of().observe(seat, bucket, result.mass, result.accepted, launch.shape.nodes)
+            self._chooser.observe(row, launch.shape, result)
             self._counters["tokens"] += len(tokens)
-            tree, path = trees.get(seat, (None, ()))
-            output = None
-            if row.finish_reason is not None:
-                output = row.output()
-                self.runner.stop(seat)
-            yield StreamEvent(row.index, row.new_text(), tuple(tokens), row.finish_reason, output, tree, path)
+            if row.finish_reason is not None and not result.done:
+                self.runner.stop(seat)  # a stop string: the device does not know
+            if streams or row.finish_reason is not None:
+                tree, path = trees.get(seat, (None, ()))
+                output = None if row.finish_reason is None else row.output()
+                text = row.new_text() if streams else row.text
+                yield StreamEvent(row.index, text, tuple(tokens), row.finish_reason, output, tree, path)
         self._free(launch.number)
 
     def _free(self, read_until: int) -> None:
@@ -435,8 +397,7 @@ class Engine:
                 del self._rows[seat]
                 self._pages.give_back(row.pages)
                 self._free_seats.append(seat)
-                if self._policy:
-                    self._policy.leave(seat)
+                self._chooser.leave(row)
 
     def _abort_all(self) -> None:
         """Drops whatever is waiting or running; rounds in flight are read and thrown away."""
@@ -445,7 +406,13 @@ class Engine:
         self._waiting.clear()
         while self._in_flight:
             self.runner.read(self._in_flight.popleft())
+        self.runner.settle()
         for seat in self._rows:
             self.runner.stop(seat)
         self._free(self.runner.num_launched)
-        self.runner.settle()
+
+
+def _drafter_path(model: str, drafter: str | None) -> Path | None:
+    if drafter in (None, "none"):
+        return None
+    return drafter_for(model) if drafter == "auto" else resolve(drafter)

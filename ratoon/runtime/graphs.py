@@ -16,7 +16,7 @@ from torch import Tensor
 from ratoon.core.request import SamplerKind
 from ratoon.runtime.buffers import BorrowedOutput, BufferTable, ContractError
 
-Kind = Literal["round", "draft", "verify", "accept", "prefill"]
+Kind = Literal["round", "draft", "verify", "accept", "prefill", "seat"]
 Level = Literal["off", "quick", "full"]
 
 STAGES: tuple[Kind, ...] = ("draft", "verify", "accept")
@@ -31,7 +31,7 @@ class GraphKey:
     """The host's whole influence on a graph: no other Python number may reach a launch.
 
     rows: live rows R, the dummy not counted; places: packed places T; block: length B of the draft block; nodes: most
-    per row, where a launch depends on it; kind 'prefill' uses places for the chunk and block 0.
+    per row, where a launch depends on it; kind 'prefill' uses places for the chunk and block 0, kind 'seat' no size.
     """
 
     rows: int
@@ -233,11 +233,11 @@ class GraphSet:
     ) -> Captured:
         """Warm up and capture fn, which reads and writes declared buffers only.
 
-        groups: input groups that fn reads (default: 'prefill' for that kind, else 'round'); outputs: the output
-        buffers it overwrites (default: all); prepare: makes dummy inputs beyond the pad values, before each run.
+        groups: input groups that fn reads (default: 'prefill' or 'seat' for these kinds, else 'round'); outputs: the
+        output buffers it overwrites (default: all); prepare: makes dummy inputs beyond the pad values, before each run.
         """
         self._check_capturable(key)
-        groups = (_default_group(key),) if groups is None else tuple(groups)
+        groups = (input_group(key),) if groups is None else tuple(groups)
         self._dummy_inputs(groups, prepare)
         before = self._state()
         self.backend.warm_up(fn, warmups)
@@ -309,7 +309,7 @@ class GraphSet:
         mode: str | None = None,
     ) -> None:
         """Fill one input group for the next replay of this key (or of its stages). See BufferTable.fill."""
-        group = _default_group(key) if group is None else group
+        group = input_group(key) if group is None else group
         self._fills.pop(group, None)
         self.table.fill(inputs, live, key=key, mode=mode or key.mode, group=group)
         self._fills[group] = _Fill(key.family)
@@ -382,8 +382,9 @@ class GraphSet:
         return self._closed
 
 
-def _default_group(key: GraphKey) -> str:
-    return "prefill" if key.kind == "prefill" else "round"
+def input_group(key: GraphKey) -> str:
+    """The group of inputs that graphs of this key's kind read, unless they say otherwise."""
+    return key.kind if key.kind in ("prefill", "seat") else "round"
 
 
 def teardown(

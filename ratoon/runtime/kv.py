@@ -1,10 +1,11 @@
-# Owns: which buffers an engine declares: seat state, caches, stage hand-overs, results.
+# Owns: which buffers an engine declares: inputs, seat state, caches, stage hand-overs, results.
 # Promises: every tensor that outlives a stage is in the table, sized for the engine's limits.
 # Never: computes with them.
 """Declaration of an engine's buffers. S: seats, T: places, W: bit words, H: hidden, X: taps wide."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 import torch
@@ -14,7 +15,9 @@ from ratoon.core.drafter import DrafterConfig
 from ratoon.core.request import MAX_LOGIT_BIAS
 from ratoon.ops.sample import SamplerState
 from ratoon.runtime.buffers import BufferSpec, BufferTable
+from ratoon.runtime.graphs import GraphKey
 from ratoon.runtime.results import ResultLayout
+from ratoon.runtime.seats import SeatRecords
 from ratoon.spec.state import STOP_IDS, Limits, SeatState
 
 PLACE_FIELDS = ("token", "row_of", "parent", "depth", "local")
@@ -26,15 +29,28 @@ def declare(
     drafter: DrafterConfig | None,
     dtype: torch.dtype,
     device: torch.device,
+    chunk: int = 1,
 ) -> BufferTable:
-    """All buffers of one engine, allocated and padded: every seat is a done dummy."""
-    specs = [
+    """All buffers of one engine, allocated and padded: every seat is a done dummy. chunk: a prefill's most places."""
+    return BufferTable(specs_of(limits, target, drafter, dtype, chunk), device, depth=limits.run_ahead + 2)
+
+
+def specs_of(
+    limits: Limits, target: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype, chunk: int = 1
+) -> list[BufferSpec]:
+    """The same, before anything is allocated."""
+    return [
+        *_input_specs(limits, chunk),
         *_state_specs(limits),
         *_sampler_specs(limits, target.vocab_size),
         *_cache_specs(limits, target, drafter, dtype),
         *_stage_specs(limits, target, drafter, dtype),
     ]
-    return BufferTable(specs, device, depth=limits.run_ahead + 2)
+
+
+def _need(kind: str, count: Callable[[GraphKey], int]) -> Callable[[GraphKey], int]:
+    """Rows of a buffer that graphs of one kind ('round' includes its stages) use; the other kinds do not touch it."""
+    return lambda key: count(key) if key.family.kind == kind else 0
 
 
 def seat_state(table: BufferTable) -> SeatState:
@@ -44,6 +60,23 @@ def seat_state(table: BufferTable) -> SeatState:
     return SeatState(**own, sampler=sampler)
 
 
+def _input_specs(limits: Limits, chunk: int) -> list[BufferSpec]:
+    """The round's seats, a prompt's chunk, a seat's record, and the prompt of a row with penalties."""
+
+    def given(name: str, size: int, group: str, need: Callable[[GraphKey], int] | None = None) -> BufferSpec:
+        return BufferSpec(name, (size,), torch.int64, "input", group=group, need=need)
+
+    words = SeatRecords.num_words(STOP_IDS, limits.pages_per_row, MAX_LOGIT_BIAS)
+    return [
+        given("round.seat", limits.max_rows, "round", _need("round", lambda key: key.rows)),
+        given("prefill.seat", 1, "prefill"),
+        given("prefill.base", 1, "prefill"),
+        given("prefill.ids", chunk, "prefill", _need("prefill", lambda key: key.places)),
+        given("seat.words", words, "seat"),
+        given("history.words", 1 + limits.max_model_len, "history"),
+    ]
+
+
 def _state_specs(limits: Limits) -> list[BufferSpec]:
     seats, int64 = limits.num_seats, torch.int64
 
@@ -51,7 +84,6 @@ def _state_specs(limits: Limits) -> list[BufferSpec]:
         return BufferSpec(f"seat.{name}", shape, dtype, "state", pad)
 
     return [
-        BufferSpec("round.seat", (limits.max_rows,), int64, "input", 0, need=lambda key: key.rows),
         state("start_S", (seats,), int64),
         state("anchor_S", (seats,), int64),
         state("limit_S", (seats,), int64),
@@ -95,16 +127,24 @@ def _stage_specs(
     words, int64 = limits.max_nodes // 64 + 1, torch.int64
 
     def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> BufferSpec:
-        return BufferSpec(name, shape, dtype, "scratch", 0, need=lambda key: key.places if shape[0] == places else 1)
+        return BufferSpec(name, shape, dtype, "scratch", 0, need=_need("round", lambda key: key.places))
 
     layout = ResultLayout.of(limits)
     specs = [scratch(f"places.{field}", (places,), int64) for field in PLACE_FIELDS]
     specs += [
-        BufferSpec("places.row_start", (limits.max_rows + 2,), int64, "scratch", need=lambda key: key.rows + 2),
+        BufferSpec(
+            "places.row_start",
+            (limits.max_rows + 2,),
+            int64,
+            "scratch",
+            need=_need("round", lambda key: key.rows + 2),
+        ),
         scratch("places.bits", (places, words), int64),
         scratch("verify.hidden", (places, target.hidden_size), dtype),
         BufferSpec("result.ints", (layout.places, layout.rows, layout.ints), int64, "output", dummy_len=0),
         BufferSpec("result.floats", (layout.places, layout.rows, layout.floats), torch.float32, "output", dummy_len=0),
+        # Flat: a round of fewer depths has shorter rows.
+        BufferSpec("draft.truth", ((limits.max_rows + 1) * (limits.max_depth + 1),), int64, "scratch"),
     ]
     if limits.forecast:
         specs.append(BufferSpec("draft.mass", (limits.max_rows, len(limits.forecast)), torch.float32, "scratch"))

@@ -1,42 +1,45 @@
-# Owns: the result ring: what a round hands to the host, packed on the device and unpacked here.
-# Promises: one place per round in flight; a result is read once its round has run, before its place is used again.
+# Owns: the sizes of the result ring, and a round's result on the host.
+# Promises: a whole round is unpacked in one go; a row gets its emitted tokens and no more.
 # Never: decides anything about a request.
 """Round results. R: rows, D: path places, Q: forecast sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from ratoon.spec.round import RoundResult
+from ratoon.ops.accept import ID_KINDS, REAL_KINDS, SCALARS
 from ratoon.spec.state import Limits
 
-_SCALARS = ("emitted", "accepted", "done", "bad", "num_nodes")
 
+class RowResult(NamedTuple):
+    """One row of one round on the host. The tuples from `tokens` to `edge_gaps` hold one entry per emitted token."""
 
-@dataclass(frozen=True)
-class RowResult:
-    """One row of one round on the host; the arrays hold the emitted tokens only."""
-
-    tokens: tuple[int, ...]
     accepted: int
     num_nodes: int
     done: bool
     bad: bool
+    tokens: tuple[int, ...]
     runner_ups: tuple[int, ...]
+    thirds: tuple[int, ...]
     edge_tokens: tuple[int, ...]
     gaps: tuple[float, ...]
     top_logits: tuple[float, ...]
+    third_gaps: tuple[float, ...]
     edge_gaps: tuple[float, ...]
     mass: tuple[float, ...]
 
 
+assert SCALARS == ("number", "emitted", "accepted", "done", "bad", "num_nodes")
+assert ID_KINDS == ("tokens", "runner_up", "third", "edge_token"), "RowResult's ids, in the device's order"
+assert REAL_KINDS == ("gap", "top_logit", "third_gap", "edge_gap"), "RowResult's reals, in the device's order"
+
+
 @dataclass(frozen=True)
 class ResultLayout:
-    """Columns of the two packed tensors: int64 [places, rows, ints], float32 [places, rows, floats]."""
+    """Columns of the ring (ops/accept.py `Ring`): int64 [places, rows, ints], float32 [places, rows, floats]."""
 
     places: int
     rows: int
@@ -49,45 +52,25 @@ class ResultLayout:
 
     @property
     def ints(self) -> int:
-        return 1 + len(_SCALARS) + 3 * self.depth
+        return len(SCALARS) + len(ID_KINDS) * self.depth
 
     @property
     def floats(self) -> int:
-        return 3 * self.depth + self.masses
+        return len(REAL_KINDS) * self.depth + self.masses
 
-    def pack(self, result: RoundResult, num_nodes_R: Tensor, mass_RQ: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [rows, ints] and float32 [rows, floats]; rows past the round's are zero. number int64 [1]."""
-        scalars = (
-            number.expand_as(result.emitted_R),
-            result.emitted_R,
-            result.accepted_R,
-            result.done_R.to(torch.int64),
-            result.bad_R.to(torch.int64),
-            num_nodes_R,
-        )
-        ids = torch.stack((result.tokens_RD, result.runner_up_RD, result.edge_token_RD), dim=1)
-        reals = torch.stack((result.gap_RD, result.top_logit_RD, result.edge_gap_RD), dim=1)
-        spare_rows, spare_depth = self.rows - ids.shape[0], self.depth - ids.shape[2]
-        pad = torch.nn.functional.pad
-        ints = torch.cat((torch.stack(scalars, dim=1), pad(ids, (0, spare_depth)).flatten(1)), dim=1)
-        floats = torch.cat((pad(reals, (0, spare_depth)).flatten(1), mass_RQ), dim=1)
-        return pad(ints, (0, 0, 0, spare_rows)), pad(floats, (0, 0, 0, spare_rows))
-
-    def unpack(self, ints: np.ndarray, floats: np.ndarray) -> RowResult:
-        """One row of both tensors."""
-        _, emitted, accepted, done, bad, num_nodes = ints[: 1 + len(_SCALARS)].tolist()
-        ids = ints[1 + len(_SCALARS) :].reshape(3, self.depth)[:, :emitted].tolist()
-        reals = floats[: 3 * self.depth].reshape(3, self.depth)[:, :emitted].tolist()
-        return RowResult(
-            tokens=tuple(ids[0]),
-            accepted=accepted,
-            num_nodes=num_nodes,
-            done=bool(done),
-            bad=bool(bad),
-            runner_ups=tuple(ids[1]),
-            edge_tokens=tuple(ids[2]),
-            gaps=tuple(reals[0]),
-            top_logits=tuple(reals[1]),
-            edge_gaps=tuple(reals[2]),
-            mass=tuple(floats[3 * self.depth :].tolist()),
-        )
+    def unpack(self, ints: np.ndarray, floats: np.ndarray) -> list[RowResult]:
+        """Every row of int64 [R, ints] and float32 [R, floats]. The tuples own their values."""
+        rows, split = len(ints), len(REAL_KINDS) * self.depth
+        scalars = ints[:, 1 : len(SCALARS)].tolist()
+        # Most rounds emit few of the D tokens that a row may get; converting the rest would be most of the work.
+        width = max((emitted for emitted, *_ in scalars), default=0)
+        ids = ints[:, len(SCALARS) :].reshape(rows, len(ID_KINDS), self.depth)[:, :, :width].tolist()
+        reals = floats[:, :split].reshape(rows, len(REAL_KINDS), self.depth)[:, :, :width].tolist()
+        results = []
+        for scalar, own_ids, own_reals, mass in zip(scalars, ids, reals, floats[:, split:].tolist(), strict=True):
+            emitted, accepted, done, bad, num_nodes = scalar
+            tokens, runner_ups, thirds, edge_tokens = [tuple(column[:emitted]) for column in own_ids]
+            gaps, tops, third_gaps, edge_gaps = [tuple(column[:emitted]) for column in own_reals]
+            flags, found = (accepted, num_nodes, bool(done), bool(bad)), (tokens, runner_ups, thirds, edge_tokens)
+            results.append(RowResult(*flags, *found, gaps, tops, third_gaps, edge_gaps, tuple(mass)))
+        return results

@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from ratoon.core.request import FinishReason, RequestOutput, SamplingParams
+from ratoon.core.request import FinishReason, RequestOutput, SamplerKind, SamplingParams
 from ratoon.runtime.results import RowResult
 from ratoon.runtime.text import Detokenizer, Tokenizer
 
 
 @dataclass
 class Row:
-    """A request's life. `seat` and `pages` are set while it is admitted."""
+    """A request's life. `seat` and `pages` are set while it is admitted; `text` is what `decode` has made so far."""
 
     index: int
     prompt: tuple[int, ...]
@@ -24,7 +24,7 @@ class Row:
     budget: int
     topk_cap: int
     is_auto: bool
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     submitted: float
     seat: int = 0
     pages: list[int] = field(default_factory=list)
@@ -32,14 +32,18 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
-    _detokenizer: Detokenizer = field(init=False)
+    kind: SamplerKind = field(init=False)
+    _detokenizer: Detokenizer | None = field(init=False)
     _results: list[RowResult] = field(default_factory=list)
+    _decoded: int = 0
+    _searched: int = 0
     _sent: int = 0
     _first: float = 0.0
     _last: float = 0.0
 
     def __post_init__(self) -> None:
-        self._detokenizer = Detokenizer(self.tokenizer)
+        self.kind = self.params.sampler_kind
+        self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
 
     def take(self, result: RowResult) -> list[int]:
         """Adds a round's tokens up to the first stop; returns those added. A finished row takes nothing."""
@@ -48,22 +52,40 @@ class Row:
         self._last = time.perf_counter()
         self._first = self._first or self._last
         before = len(self.tokens)
-        for token in result.tokens:
-            self.tokens.append(token)
-            self.text += self._detokenizer.put([token])
-            if self._cut_at_stop_string():
-                break
+        if self.params.stop:
+            self._take_up_to_a_stop(result.tokens)
+        else:
+            self.tokens += result.tokens
         added = len(self.tokens) - before
         if added:
             # What a stop string cut off was neither emitted nor accepted.
-            self._results.append(replace(result, accepted=min(result.accepted, added - 1)))
+            kept = result if result.accepted < added else result._replace(accepted=added - 1)
+            self._results.append(kept)
         if self.finish_reason is None and result.done:
             stopped = bool(self.tokens) and self.tokens[-1] in self.stop_ids
             self._finish("stop" if stopped else "length")
         return self.tokens[before:]
 
+    def _take_up_to_a_stop(self, tokens: tuple[int, ...]) -> None:
+        for token in tokens:
+            self.tokens.append(token)
+            self.decode()
+            if self._cut_at_stop_string():
+                break
+
+    def decode(self) -> str:
+        """Text of all tokens so far, without a character whose last byte has not come. Only text that somebody reads
+        is made before the end."""
+        if self._detokenizer and self._decoded < len(self.tokens):
+            self.text += self._detokenizer.put(self.tokens[self._decoded :])
+            self._decoded = len(self.tokens)
+        return self.text
+
     def _cut_at_stop_string(self) -> bool:
-        hits = [at for at in (self.text.find(stop) for stop in self.params.stop) if at >= 0]
+        # Earlier text holds none, so a new one ends in what came last.
+        begin = max(self._searched - max(map(len, self.params.stop), default=0) + 1, 0)
+        hits = [at for at in (self.text.find(stop, begin) for stop in self.params.stop) if at >= 0]
+        self._searched = len(self.text)
         if not hits:
             return False
         self.text = self.text[: min(hits)]
@@ -71,20 +93,26 @@ class Row:
         return True
 
     def _finish(self, reason: FinishReason) -> None:
-        self.text += self._detokenizer.finish()
+        self._finish_text()
         self._cut_at_stop_string()
         self.finish_reason = self.finish_reason or reason
 
     def abort(self) -> None:
         """Ends the request where it is."""
         if self.finish_reason is None:
-            self.text += self._detokenizer.finish()
+            self._finish_text()
             self.finish_reason = "abort"
+
+    def _finish_text(self) -> None:
+        self.decode()
+        if self._detokenizer:
+            self.text += self._detokenizer.finish()
 
     def new_text(self) -> str:
         """Text that can no longer change: all of it once finished, else without what may begin a stop string."""
         end = len(self.text)
         if self.finish_reason is None:
+            end = len(self.decode())
             end -= max((_overlap(self.text, stop) for stop in self.params.stop), default=0)
         new, self._sent = self.text[self._sent : end], max(self._sent, end)
         return new
@@ -106,6 +134,8 @@ class Row:
             accepted=tuple(result.accepted for result in self._results),
             gaps=column("gaps"),
             runner_ups=column("runner_ups"),
+            third_gaps=column("third_gaps"),
+            thirds=column("thirds"),
             top_logits=column("top_logits"),
             edge_gaps=column("edge_gaps"),
             edge_tokens=column("edge_tokens"),

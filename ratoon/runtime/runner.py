@@ -1,4 +1,4 @@
-# Owns: running rounds: the four modes over one Round, seat writes, the result ring.
+# Owns: running rounds: the four modes over one Round, seat writes, prefill.
 # Promises: every mode calls the same stage functions; padding is the dummy seat; results are read in launch order.
 # Never: knows a request's text, or chooses a bucket.
 """Runs rounds for the engine. R: rows, T: places."""
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Literal
@@ -20,13 +20,18 @@ from ratoon.core.request import SamplerKind, SamplingParams
 from ratoon.core.tree import Tree
 from ratoon.models.decoder import Decoder
 from ratoon.models.dflash import DFlash
-from ratoon.ops.sample import write_seat
+from ratoon.ops.accept import Ring
 from ratoon.ops.tree import Places
 from ratoon.runtime.emulator import EmulatorBackend
-from ratoon.runtime.graphs import CudaBackend, GraphKey, GraphSet, capture_order, teardown
+from ratoon.runtime.graphs import CudaBackend, GraphKey, GraphSet, capture_order, input_group, teardown
 from ratoon.runtime.kv import declare, seat_state
+from ratoon.runtime.prefill import EXACT_CHUNK, Chunk, chunk_sizes, chunks
+from ratoon.runtime.readback import Readback
 from ratoon.runtime.results import ResultLayout, RowResult
+from ratoon.runtime.seats import DUMMY, SeatRecords, Tenant
+from ratoon.runtime.staging import event_maker
 from ratoon.spec.round import Drafted, Round, Verified
+from ratoon.spec.simulate import Simulation
 from ratoon.spec.state import Limits, RoundShape
 
 Mode = Literal["eager", "static", "graph", "staged"]
@@ -52,14 +57,22 @@ class Runner:
         device: torch.device,
         mode: Mode,
         debug: bool = False,
+        simulation: Simulation | None = None,
     ) -> None:
         self.limits, self.device, self.mode = limits, device, mode
         dtype = target.embed.weight.dtype
-        self.table = declare(limits, target.config, drafter.config if drafter else None, dtype, device)
+        # A CPU emulates its graphs, and capturing a chunk of a real model takes it seconds.
+        graphed = mode != "eager" and (device.type == "cuda" or debug)
+        self.chunks = chunk_sizes(limits.max_model_len, limits.context) if graphed else ()
+        chunk = max(self.chunks, default=1)
+        self.table = declare(limits, target.config, drafter.config if drafter else None, dtype, device, chunk)
         self.state = seat_state(self.table)
+        self._records = SeatRecords(self.state)
         draft_cache = self.table["draft_cache"] if drafter else None
-        self.round = Round(target, drafter, self.state, self.table["cache"], draft_cache, limits)
+        self.round = Round(target, drafter, self.state, self.table["cache"], draft_cache, limits, simulation)
         self.layout = ResultLayout.of(limits)
+        self._ring = Ring(self.table["result.ints"], self.table["result.floats"], self.layout.depth)
+        self._readback = Readback((self._ring.ints, self._ring.floats), event_maker(device))
         self.stage_ms: Counter[str] = Counter()
         self._stages = (self._stage_draft, self._stage_verify, self._stage_accept)
         self._traced: dict[int, Places] = {}
@@ -72,6 +85,9 @@ class Runner:
             self.graphs = GraphSet(self.table, backend, debug=debug)
         self.shapes: tuple[RoundShape, ...] = ()
         self._generation = self.table.generation
+        self._opened: frozenset[RoundShape] = frozenset()
+        self._keys: dict[RoundShape, GraphKey] = {}
+        self._fits: dict[RoundShape, RoundShape | None] = {}
         self.fallbacks: Counter[str] = Counter()
         self.trace = False
         self.num_launched = 0
@@ -82,32 +98,68 @@ class Runner:
         self, seat: int, prompt: Sequence[int], pages: Sequence[int], params: SamplingParams, stop_ids: Sequence[int],
         seed: int, limit: int, budget: int, topk_cap: int,
     ) -> None:  # fmt: skip
-        """Writes a new tenant over all of a seat's state; the row starts at its last prompt token."""
+        """Writes a new tenant over all of a seat's state; the row starts at its last prompt token.
+
+        One copy and one unpack behind the rounds in flight, and one more of each for a request with penalties.
+        """
         assert 0 < seat < self.limits.num_seats, f"seat {seat} is not allocatable"
-        state, table_P = self.state, torch.zeros(self.limits.pages_per_row, dtype=torch.int32)
-        table_P[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        state.page_table_SP[seat] = table_P.to(self.device)
-        state.start_S[seat] = len(prompt) - 1
-        state.anchor_S[seat] = prompt[-1]
-        state.limit_S[seat] = limit
-        state.budget_S[seat] = budget
-        state.topk_cap_S[seat] = topk_cap
-        state.stop_id_SE[seat] = -1
-        state.stop_id_SE[seat, : len(stop_ids)] = torch.tensor(list(stop_ids), dtype=torch.int64, device=self.device)
-        write_seat(state.sampler, seat, params, torch.tensor(list(prompt), dtype=torch.int64), seed)
-        state.done_S[seat] = False
+        records, key = self._records, self._seat_key()
+        tenant = Tenant(prompt, pages, params, stop_ids, seed, limit, budget, topk_cap)
+        self._fill(key, {"seat.words": records.compose(seat, tenant)})
+        if self.graphs is not None and key in self.graphs:
+            self.graphs.replay(key)
+        else:
+            with torch.inference_mode():
+                records.unpack(self.table["seat.words"])
+        if params.has_penalties:
+            history = self.table["history.words"]
+            composed = records.compose_history(seat, prompt, self.limits.max_model_len)
+            with torch.inference_mode():
+                self.table.fill({"history.words": torch.from_numpy(composed)}, group="history")
+                records.unpack_history(history)
 
     def stop(self, seat: int) -> None:
         """Marks a seat done: rounds launched from now on commit nothing for it."""
-        self.state.done_S[seat] = True
+        with torch.inference_mode():
+            self.state.done_S[seat].fill_(True)
 
     def prefill(self, seat: int, prompt: Sequence[int], begin: int, end: int) -> None:
-        """K/V of prompt tokens begin .. end - 1 of a seat, target and draft context, in exact sizes."""
-        if end <= begin:
+        """K/V of prompt tokens begin .. end - 1 of a seat, target and draft context: in padded chunks where this runner
+        has `chunks`, else in exact sizes."""
+        if self.chunks:
+            for chunk in chunks(begin, end, self.chunks, self.limits.context):
+                self.fill_prefill(seat, prompt, chunk)
+                key = self.prefill_key(chunk.size)
+                if self.graphs is not None and key in self.graphs:
+                    self.graphs.replay(key)
+                else:
+                    self.run_prefill(chunk.size)
             return
-        seat_R, base_R = self._ids([seat]), self._ids([begin])
         with torch.inference_mode():
-            self.round.prefill(seat_R, self._ids(prompt[begin:end])[None], base_R, end)
+            for base in range(begin, end, EXACT_CHUNK):
+                stop = min(base + EXACT_CHUNK, end)
+                self.round.prefill(self._ids([seat]), self._ids(prompt[base:stop])[None], self._ids([base]), stop)
+
+    def fill_prefill(self, seat: int, prompt: Sequence[int], chunk: Chunk) -> None:
+        """Writes a prefill's inputs: the seat, the first position, the chunk's tokens."""
+        ids = np.array(prompt[chunk.base : chunk.end], dtype=np.int64)
+        inputs = {"prefill.seat": np.array([seat]), "prefill.base": np.array([chunk.base]), "prefill.ids": ids}
+        self._fill(self.prefill_key(chunk.size), inputs)
+
+    def run_prefill(self, size: int) -> None:
+        """The padded prefill without a graph, on what was filled."""
+        ids_RN, base_R = self.table["prefill.ids"][:size].unsqueeze(0), self.table["prefill.base"]
+        with torch.inference_mode():
+            self.round.prefill(self.table["prefill.seat"], ids_RN, base_R, self.limits.context)
+
+    def _fill(self, key: GraphKey, inputs: Mapping[str, np.ndarray]) -> None:
+        """Fills the inputs of the key's group."""
+        given: dict[str, Tensor | None] = {name: torch.from_numpy(value) for name, value in inputs.items()}
+        with torch.inference_mode():
+            if self.graphs is None:
+                self.table.fill(given, key=key, mode=self.mode, group=input_group(key))
+            else:
+                self.graphs.fill(key, given, mode=self.mode)
 
     def _ids(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
@@ -121,6 +173,7 @@ class Runner:
                 self._eager(self._ids(seats), shape)
             else:
                 self._padded(seats, shape)
+            self._readback.queue(self.num_launched % self.layout.places, len(seats))
         launch = Launch(self.num_launched, tuple(seats), shape)
         self.num_launched += 1
         return launch
@@ -146,21 +199,23 @@ class Runner:
 
     def _padded(self, seats: Sequence[int], shape: RoundShape) -> None:
         self.fill(seats, shape)
-        key = self.key_of(shape)
-        if self.graphs is None or shape not in self.shapes:
+        if self.graphs is None or shape not in self._opened:
             self.run_stages(shape)
         else:
-            for part in key.staged() if self.mode == "staged" else (key,):
-                self.graphs.replay(part)
-        self._trace(self._drafted(shape).places)
+            self.replay(shape)
+        if self.trace:
+            self._trace(self._drafted(shape).places)
+
+    def replay(self, shape: RoundShape) -> None:
+        """The captured round of an open shape, on what was filled."""
+        assert self.graphs is not None, "only graphs are replayed"
+        key = self.key_of(shape)
+        for part in key.staged() if self.mode == "staged" else (key,):
+            self.graphs.replay(part)
 
     def fill(self, seats: Sequence[int], shape: RoundShape) -> None:
         """Writes the round's one host input: the list of seats, padded with the dummy."""
-        inputs: dict[str, Tensor | None] = {"round.seat": torch.tensor(list(seats), dtype=torch.int64)}
-        if self.graphs is None:
-            self.table.fill(inputs, key=self.key_of(shape), mode="static")
-        else:
-            self.graphs.fill(self.key_of(shape), inputs, mode=self.mode)
+        self._fill(self.key_of(shape), {"round.seat": np.array(seats, dtype=np.int64)})
 
     def run_stages(self, shape: RoundShape) -> None:
         """The padded round without a graph (static mode)."""
@@ -172,27 +227,57 @@ class Runner:
 
     def key_of(self, shape: RoundShape) -> GraphKey:
         """The graph key of a padded shape."""
-        sampler: SamplerKind = shape.sampler  # pyright: ignore[reportAssignmentType]
-        return GraphKey(shape.rows, shape.places, shape.block, sampler, self._generation, nodes=shape.nodes)
+        if shape not in self._keys:
+            sampler: SamplerKind = shape.sampler  # pyright: ignore[reportAssignmentType]
+            key = GraphKey(shape.rows, shape.places, shape.block, sampler, self._generation, nodes=shape.nodes)
+            self._keys[shape] = key
+        return self._keys[shape]
+
+    def _seat_key(self) -> GraphKey:
+        return GraphKey(1, 1, 0, generation=self._generation, kind="seat")
+
+    def prefill_key(self, size: int) -> GraphKey:
+        """The graph key of a prefill of `size` places."""
+        return GraphKey(1, size, 0, generation=self._generation, kind="prefill")
 
     def capture(self, shapes: Iterable[RoundShape], progress: Callable[[int, int], None] | None = None) -> None:
-        """Opens padded shapes. In graph and staged mode each is captured, largest first: one graph, or three."""
+        """Opens padded shapes. In graph and staged mode each is captured, one graph or three, and prefill and joins
+        with them: largest first. progress(done, total) follows each."""
         self._generation = self.table.generation
+        self._keys, self._fits = {}, {}
         by_key = {self.key_of(shape): shape for shape in shapes}
-        order = capture_order(by_key)
-        self.shapes = tuple(by_key[key] for key in reversed(order))
+        self.shapes = tuple(by_key[key] for key in reversed(capture_order(by_key)))
+        self._opened = frozenset(self.shapes)
         if self.graphs is None:
             return
         for shape in self.shapes:
             for name, constant in self.round.constants(shape).items():
                 if name not in self.table:
                     self.table.bind(name, constant)
-        for number, key in enumerate(order):
-            self._capture_one(self.graphs, key, by_key[key])
+        jobs = {key: partial(self._capture_round, self.graphs, key, shape) for key, shape in by_key.items()}
+        jobs |= self._other_captures(self.graphs)
+        for number, key in enumerate(capture_order(jobs), start=1):
+            jobs[key]()
             if progress:
-                progress(number + 1, len(order))
+                progress(number, len(jobs))
 
-    def _capture_one(self, graphs: GraphSet, key: GraphKey, shape: RoundShape) -> None:
+    def _other_captures(self, graphs: GraphSet) -> dict[GraphKey, Callable[[], object]]:
+        """Prefill and joins: they write no result."""
+
+        def dummy_record() -> None:
+            record = torch.from_numpy(self._records.compose(0, DUMMY))
+            self.table.fill({"seat.words": record}, group="seat")
+
+        seat_key, unpack = self._seat_key(), partial(self._records.unpack, self.table["seat.words"])
+        jobs: dict[GraphKey, Callable[[], object]] = {
+            seat_key: partial(graphs.capture, seat_key, unpack, outputs=(), prepare=dummy_record)
+        }
+        for size in self.chunks:
+            key = self.prefill_key(size)
+            jobs[key] = partial(graphs.capture, key, partial(self.run_prefill, size), outputs=())
+        return jobs
+
+    def _capture_round(self, graphs: GraphSet, key: GraphKey, shape: RoundShape) -> None:
         if self.mode == "graph":
             graphs.capture(key, partial(self.run_stages, shape))
             return
@@ -204,31 +289,48 @@ class Runner:
     def fit(self, shape: RoundShape) -> RoundShape:
         """The shape that this mode runs: live as it is in eager mode, else the smallest open one that holds it.
 
-        Where none holds it, a padded shape of its own runs without a graph and is counted as a fall-back.
+        Counted as fall-backs: a block longer than asked for, more rows than a greedy round would take (few shapes are
+        captured for sampled rows), and, where no open shape holds it, a padded round without a graph.
         """
         if self.mode == "eager":
             return replace(shape, live=True)
-        sampler = "argmax" if shape.sampler == "argmax" else "general"
-        for ready in self.shapes:
-            spare_rows = ready.rows - shape.rows
-            if (
-                spare_rows >= 0
-                and ready.places - spare_rows >= shape.places
-                and (ready.sampler, ready.block) == (sampler, shape.block)
-            ):
-                return ready
-        self.fallbacks["fallback_no_graph"] += self.graphs is not None
-        return RoundShape(
-            shape.rows, shape.places, shape.block, min(self.limits.max_nodes, shape.places - shape.rows), sampler
-        )
+        ready = self.serving(shape)
+        if ready is None:
+            self.fallbacks["fallback_no_graph"] += self.graphs is not None
+            sampler = "argmax" if shape.sampler == "argmax" else "general"
+            nodes = min(self.limits.max_nodes, shape.places - shape.rows)
+            return RoundShape(shape.rows, shape.places, shape.block, nodes, sampler)
+        if ready.block != shape.block:
+            self.fallbacks["fallback_longer_block"] += 1
+        elif ready.sampler != "argmax":
+            greedy = self.serving(replace(shape, sampler="argmax"))
+            if greedy is not None and greedy.rows < ready.rows:
+                self.fallbacks["fallback_more_rows"] += 1
+        return ready
+
+    def serving(self, shape: RoundShape) -> RoundShape | None:
+        """The open shape that a round of this shape gets, None where none holds it. A longer block is the second
+        choice, plain rounds (block 0) stay plain."""
+        if shape not in self._fits:
+            sampler = "argmax" if shape.sampler == "argmax" else "general"
+            holding = [
+                ready
+                for ready in self.shapes
+                if ready.rows >= shape.rows
+                and ready.places - (ready.rows - shape.rows) >= shape.places
+                and ready.sampler == sampler
+                and (ready.block == shape.block or ready.block > shape.block > 0)
+            ]
+            self._fits[shape] = min(holding, key=lambda ready: ready.block, default=None)
+        return self._fits[shape]
 
     def _stage_draft(self, shape: RoundShape) -> None:
-        drafted = self.round.draft_build(self._seats(shape), shape)
-        for field in fields(Places):
-            value = getattr(drafted.places, field.name)
-            self._part(f"places.{field.name}", value.shape).copy_(value)
-        if self.limits.forecast:
-            self._part("draft.mass", drafted.mass_RQ.shape).copy_(drafted.mass_RQ)
+        ready = self._drafted(shape)
+        drafted = self.round.draft_build(self._seats(shape), shape, ready.places)
+        ready.mass_RQ.copy_(drafted.mass_RQ)
+        if drafted.truth_RL is not None:
+            assert ready.truth_RL is not None
+            ready.truth_RL.copy_(drafted.truth_RL)
 
     def _stage_verify(self, shape: RoundShape) -> None:
         verified = self.round.verify(self._seats(shape), self._drafted(shape).places, shape)
@@ -242,15 +344,8 @@ class Runner:
         self._accept(self._seats(shape), self._drafted(shape), verified, shape)
 
     def _accept(self, seat_R: Tensor, drafted: Drafted, verified: Verified, shape: RoundShape) -> None:
-        """The round's last stage, then its results into place `round number mod places` of the ring."""
-        number = self.state.round_number.clone()
-        result = self.round.accept_commit(seat_R, drafted.places, verified, shape)
-        row_start = drafted.places.row_start
-        num_nodes_R = row_start[1 : shape.rows + 1] - row_start[: shape.rows] - 1
-        ints, floats = self.layout.pack(result, num_nodes_R, drafted.mass_RQ, number)
-        place = number % self.layout.places
-        self.table["result.ints"].index_copy_(0, place, ints.unsqueeze(0))
-        self.table["result.floats"].index_copy_(0, place, floats.unsqueeze(0))
+        """The round's last stage; its results go into place `round number mod places` of the ring."""
+        self.round.accept_commit(seat_R, drafted, verified, shape, self._ring)
 
     def _seats(self, shape: RoundShape) -> Tensor:
         return self.table["round.seat"][: shape.rows]
@@ -266,9 +361,15 @@ class Runner:
             row_start=self.table["places.row_start"][: shape.rows + 2],
             bits=self.table["places.bits"][: shape.places, :words],
         )
-        if not self.limits.forecast:
-            return Drafted(places, self.table["verify.hidden"].new_zeros((shape.rows, 0), dtype=torch.float32))
-        return Drafted(places, self.table["draft.mass"][: shape.rows])
+        truth_RL, size = None, (shape.rows + 1, self.round.depths(shape.block) + 1)
+        if self.round.simulation and shape.block and shape.nodes:
+            truth_RL = self.table["draft.truth"][: size[0] * size[1]].view(size)
+        return Drafted(places, self._mass(shape.rows), truth_RL)
+
+    def _mass(self, rows: int) -> Tensor:
+        if self.limits.forecast:
+            return self.table["draft.mass"][:rows]
+        return self.table["result.floats"].new_zeros((rows, 0))
 
     def _part(self, name: str, shape: Sequence[int]) -> Tensor:
         return self.table[name][tuple(slice(0, size) for size in shape)]
@@ -290,17 +391,19 @@ class Runner:
             teardown([self.graphs])
 
     def settle(self) -> None:
-        """Call with nothing in flight. A round that Ctrl-C cut off may have run on the device and not been counted."""
+        """Call with nothing in flight, before any other write. A round or a fill that Ctrl-C cut off may have run on
+        the device and not been counted."""
+        self.table.settle()
         self._traced.clear()
-        self.state.round_number.fill_(self.num_launched)
+        with torch.inference_mode():
+            self.state.round_number.fill_(self.num_launched)
 
     def read(self, launch: Launch) -> list[RowResult]:
-        """Results of a launched round, one per seat; waits for it. Each round is read once, oldest first."""
+        """Results of a launched round, one per seat; waits for it alone. Each round is read once, oldest first."""
         place = launch.number % self.layout.places
-        ints = self.table["result.ints"][place].cpu().numpy()
-        floats = self.table["result.floats"][place].cpu().numpy()
+        ints, floats = self._readback.wait(place, len(launch.seats))
         assert launch.number == ints[0, 0], f"result place {place} holds round {ints[0, 0]}, not {launch.number}"
-        return [self.layout.unpack(ints[row], floats[row]) for row in range(len(launch.seats))]
+        return self.layout.unpack(ints, floats)
 
 
 def _row_tree(places: Places, row: int, tokens: Sequence[int]) -> tuple[Tree, tuple[int, ...]]:

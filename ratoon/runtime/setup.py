@@ -6,23 +6,58 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
-from typing import get_args
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, get_args
 
 import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.drafter import DrafterConfig
-from ratoon.core.request import Method
+from ratoon.core.request import MAX_BUDGET, Method
+from ratoon.runtime.graphs import Level
 from ratoon.runtime.runner import Mode
 from ratoon.spec.budget import Bucket
 from ratoon.spec.state import Limits, RoundShape
 
-MAX_NODES = 127
-AUTO_NODES = (3, 5, 7, 11, 15, 23, 31, 47, 63)
-AUTO_NODES_CPU = (3, 5, 7, 11, 15, 23, 31)
+MAX_NODES = MAX_BUDGET
 CACHE_TOKENS = 16384
+"""Slots of a CPU's cache, unless one row needs more. A GPU's is sized by its memory (runtime/plan.py)."""
 PADDED_CPU_LEN = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is asked of an engine beside its networks. None (method also 'auto'): the engine's choice.
+
+    shapes: exactly what padded modes open; cache_tokens: K/V slots in all, at least one row's. Raises ValueError.
+    """
+
+    method: Method | Literal["auto"] | None = None
+    budget: int | Literal["auto"] = "auto"
+    topk_cap: int = 16
+    mode: str = "auto"
+    max_rows: int = 8
+    max_model_len: int | None = None
+    page_size: int = 16
+    run_ahead: int | None = None
+    birth_test: Level = "quick"
+    gpu_memory_utilization: float = 0.85
+    debug: bool = False
+    shapes: Sequence[RoundShape] | None = None
+    cache_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in (None, "auto", *get_args(Method)):
+            raise ValueError(f"method '{self.method}' is unknown: use auto, {', '.join(get_args(Method))}")
+        if self.birth_test not in get_args(Level):
+            raise ValueError(f"birth_test '{self.birth_test}' is unknown: use {', '.join(get_args(Level))}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}")
+        sizes = (("max_rows", self.max_rows, 1), ("page_size", self.page_size, 1), ("run_ahead", self.run_ahead, 0))
+        for name, value, least in sizes:
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -42,6 +77,7 @@ class Settings:
     page_size: int
     run_ahead: int
     birth_test: str
+    gpu_memory_utilization: float
 
     def describe(self) -> str:
         """One line per setting."""
@@ -73,6 +109,23 @@ def choose_mode(mode: str, device: torch.device) -> Mode:
     return mode  # pyright: ignore[reportReturnType]
 
 
+def choose_run_ahead(run_ahead: int | None, device: torch.device, mode: Mode) -> int:
+    """None is 1 where a GPU replays graphs: it runs a round while the host reads the one before."""
+    return run_ahead if run_ahead is not None else int(device.type == "cuda" and mode in ("graph", "static"))
+
+
+def choose_method(method: str | None, has_drafter: bool) -> Method:
+    """None and 'auto' are tree with a drafter, else ar. ValueError for a method that lacks its drafter."""
+    if method in (None, "auto"):
+        return "tree" if has_drafter else "ar"
+    if method != "ar" and not has_drafter:
+        raise ValueError(
+            f"method '{method}' needs a drafter, and there is none: name one (`ratoon train` makes one), or use "
+            "method 'ar'"
+        )
+    return method  # pyright: ignore[reportReturnType]
+
+
 def choose_dtype(dtype: str, device: torch.device, config: ModelConfig) -> torch.dtype:
     """'auto' is bfloat16 on a GPU; on a CPU the faster of bfloat16 and float32 by a probe of at most a second."""
     known = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
@@ -101,51 +154,17 @@ def _probe_s(dtype: torch.dtype, config: ModelConfig) -> float:
     return best
 
 
-def auto_buckets(config: DrafterConfig, device: torch.device) -> tuple[Bucket, ...]:
-    """The (block, nodes) pairs that budget auto chooses among, smaller blocks first."""
-    sizes = AUTO_NODES_CPU if device.type == "cpu" else AUTO_NODES
-    blocks = sorted({max(config.block_size // 2, 2), config.block_size})
-    return tuple((block, nodes) for block in blocks for nodes in sizes)
-
-
-def padded_shapes(limits: Limits, budget: int | None, device: torch.device) -> list[RoundShape]:
-    """Shapes that padded modes open at start-up: per row count plain decoding, and the fixed budget or all buckets.
-
-    Row counts are powers of two and max_rows; each shape for the argmax and the general sampler. On a CPU, where
-    each capture takes a second of a real model and graphs serve as a test, few of them.
-    """
-    counts = sorted({min(1 << power, limits.max_rows) for power in range(limits.max_rows.bit_length() + 1)})
-    is_cpu = device.type == "cpu"
-    if is_cpu:
-        counts = sorted({1, limits.max_rows})
-    if budget is None:
-        buckets = [(block, nodes) for block, nodes in limits.forecast if not is_cpu or nodes in (7, 31)]
-    else:
-        buckets = [(limits.max_block, budget)] if budget and limits.max_nodes else []
-    return [
-        RoundShape(rows, rows * (nodes + 1), block, min(limits.max_nodes, rows * nodes), sampler)
-        for rows in counts
-        for block, nodes in [(0, 0), *buckets]
-        for sampler in ("argmax", "general")
-    ]
-
-
 def limits_for(
     config: ModelConfig,
     drafter: DrafterConfig | None,
+    options: Options,
     *,
-    max_rows: int,
-    max_model_len: int | None,
-    topk_cap: int,
-    page_size: int,
-    run_ahead: int,
-    forecast: tuple[Bucket, ...],
-    padded_on_cpu: bool,
+    run_ahead: int = 0,
+    forecast: tuple[Bucket, ...] = (),
+    padded_on_cpu: bool = False,
 ) -> Limits:
-    """Sizes of the engine's buffers. Raises ValueError for a size that makes no sense."""
-    for name, value, least in (("max_rows", max_rows, 1), ("page_size", page_size, 1), ("run_ahead", run_ahead, 0)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+    """Sizes of the engine's buffers. Raises ValueError for a max_model_len that the model does not have."""
+    max_model_len = options.max_model_len
     if max_model_len is None:
         # Padded rounds read the whole context capacity, which a CPU pays for in every layer.
         max_model_len = min(config.max_position, PADDED_CPU_LEN) if padded_on_cpu else config.max_position
@@ -153,16 +172,16 @@ def limits_for(
         raise ValueError(f"max_model_len must be from 2 to the model's {config.max_position}, got {max_model_len}")
     max_nodes = MAX_NODES if drafter else 0
     limits = Limits(
-        max_rows=max_rows,
+        max_rows=options.max_rows,
         max_nodes=max_nodes,
         max_block=drafter.block_size if drafter else 0,
         max_depth=drafter.num_drafts if drafter else 0,
-        max_ranks=(topk_cap or max_nodes) if drafter else 1,
+        max_ranks=(options.topk_cap or max_nodes) if drafter else 1,
         max_model_len=max_model_len,
-        page_size=page_size,
+        page_size=options.page_size,
         num_pages=2,
         run_ahead=run_ahead,
         forecast=forecast,
     )
-    wanted = max(limits.context, min(CACHE_TOKENS, max_rows * limits.context))
-    return Limits(**{**asdict(limits), "forecast": forecast, "num_pages": 1 - (-wanted // page_size)})
+    wanted = options.cache_tokens or min(CACHE_TOKENS, options.max_rows * limits.context)
+    return replace(limits, num_pages=1 - (-max(wanted, limits.context) // options.page_size))

@@ -1,4 +1,4 @@
-# Owns: the paged `Attend` that target and drafter share, and how far a pass reads.
+# Owns: the two forms of `Attend` over the paged cache, by masks (reference) and by kernels.
 # Promises: a layer's new K/V are stored before it attends, in slots from the row's base on.
 # Never: allocates the cache, or decides which places there are.
 """Attention over the paged cache for one pass. T: places, S: slots, N, K, D: heads, K/V heads, head dim."""
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ratoon.ops.attention import InPlace, Layout, attend_rows, in_place, paged_attention, store
+from ratoon.models.layers import Heads, Rotary
+from ratoon.ops.attention import InPlace, Layout, Span, attend_rows, in_place, paged_attention, store
 
 
 class PagedAttend:
@@ -22,16 +24,57 @@ class PagedAttend:
         if layout.first_slot is not None:
             self._views = in_place(cache, layout.first_slot, bias[0].shape[3], layout.slot_T.shape[0])
 
-    def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def begin(self, rotary: Rotary, position_T: Tensor, dtype: torch.dtype) -> None:
+        self._cos_sin = rotary(position_T, dtype)
+
+    def __call__(self, layer: int, qkv_TX: Tensor, heads: Heads) -> Tensor:
+        q_TND, kv_T2KD = heads.rotate(qkv_TX, *self._cos_sin)
+        return self._attend(layer, q_TND, kv_T2KD).reshape(len(q_TND), -1)
+
+    def _attend(self, layer: int, q_TND: Tensor, kv_T2KD: Tensor) -> Tensor:
         views, bias = self._views, self.bias[layer]
         if views is None:
             cache = self.cache[layer]
-            store(cache, self.layout, k_TKD, v_TKD)
-            return paged_attention(q_TND, cache, v_TKD, self.layout, bias, self.page_size)
-        views.own_keys[layer].copy_(k_TKD)
-        views.own_values[layer].copy_(v_TKD)
+            store(cache, self.layout, kv_T2KD)
+            return paged_attention(q_TND, cache, kv_T2KD[:, 1], self.layout, bias, self.page_size)
+        views.own[layer].copy_(kv_T2KD)
         if q_TND.shape[0] == 1:
             # Plain decoding: the last place sees everything, and the group's heads need no folding.
-            q_1KGD = q_TND.view(1, k_TKD.shape[1], -1, q_TND.shape[2])
-            return F.scaled_dot_product_attention(q_1KGD, views.keys[layer], views.values[layer])
-        return attend_rows(q_TND.unsqueeze(0), views.keys[layer], views.values[layer], bias)
+            q_1KGD = q_TND.view(1, kv_T2KD.shape[2], -1, q_TND.shape[2])
+            return F.scaled_dot_product_attention(q_1KGD, views.keys[layer], views.values[layer]).view_as(q_TND)
+        return attend_rows(q_TND.unsqueeze(0), views.keys[layer], views.values[layer], bias).squeeze(0)
+
+
+class KernelAttend:
+    """The same by kernels that read page table, lengths and ancestor bits on the device: no mask, any row's length.
+
+    slot_T int64 [T]: where the places' K/V go; windows, causal: one entry per layer.
+    """
+
+    def __init__(
+        self, cache: Tensor, span: Span, slot_T: Tensor, windows: Sequence[int | None], causal: Sequence[bool]
+    ) -> None:
+        self.cache, self.span, self.slot_T, self.windows, self.causal = cache, span, slot_T, windows, causal
+
+    def begin(self, rotary: Rotary, position_T: Tensor, dtype: torch.dtype) -> None:
+        from ratoon.ops.kernels.rowwise import rotary_table
+
+        self._table_T2P = rotary_table(position_T, rotary.inv_freq, rotary.rope.amplitude)
+
+    def __call__(self, layer: int, qkv_TX: Tensor, heads: Heads) -> Tensor:
+        from ratoon.ops.kernels.attention import attend
+        from ratoon.ops.kernels.rowwise import rotate_store
+
+        cache, q_norm, k_norm = self.cache[layer], heads.q_norm, heads.k_norm
+        q_TND = rotate_store(
+            qkv_TX,
+            self._table_T2P,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+            heads.num_heads,
+            heads.num_kv_heads,
+            cache,
+            self.slot_T,
+        )
+        return attend(q_TND, cache, self.span, self.causal[layer], self.windows[layer])

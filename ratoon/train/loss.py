@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from ratoon.core.drafter import DrafterConfig
 from ratoon.models.decoder import Decoder, float_product
 from ratoon.models.dflash import DFlash, visible
+from ratoon.models.layers import Apart
 
 BACKENDS = ("explicit", "flex")
 PADDING, NO_ANCHOR = -1, -2
@@ -149,7 +150,7 @@ def target_pass(target: Decoder, batch: Batch, tap_ids: Sequence[int], backend: 
         q, k, v = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in (q_TND, k_TKD, v_TKD))
         return attention(q, k, v, mask, backend).transpose(1, 2).flatten(0, 1)
 
-    hidden, taps = target(batch.ids.flatten(), batch.position.flatten(), attend, tap_ids)
+    hidden, taps = target(batch.ids.flatten(), batch.position.flatten(), Apart(attend), tap_ids)
     assert taps is not None
     return hidden, taps
 
@@ -176,7 +177,7 @@ def draft_pass(
         return attention(q, k, v, mask, backend).transpose(1, 2).flatten(0, 1)
 
     x_TH = drafter.block_embeddings(embed_weight_VH, blocks.token.flatten(), config.block_size)
-    hidden = drafter(x_TH, blocks.position.flatten(), attend)
+    hidden = drafter(x_TH, blocks.position.flatten(), Apart(attend))
     return hidden.unflatten(0, (rows, -1, config.block_size))[:, :, config.first_prediction :]
 
 

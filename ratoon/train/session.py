@@ -16,10 +16,12 @@ import torch
 from ratoon.models.decoder import Decoder
 from ratoon.models.weights import load_model
 from ratoon.runtime.text import Tokenizer
-from ratoon.train.data import Corpus, Seed, given_prompts, self_asked, write_corpus, write_heads
+from ratoon.train.data import Corpus
 from ratoon.train.evaluate import evaluate
 from ratoon.train.export import export_drafter
-from ratoon.train.train import STATE, Event, Recipe, Report, Run, train
+from ratoon.train.prompts import Seed, given_prompts, read_prompts, self_asked
+from ratoon.train.train import STATE, Event, Recipe, Report, Run, drafter_config, train
+from ratoon.train.write import write_corpus, write_heads
 
 CORPUS = "corpus"
 # Share of the minutes that goes into writing text: measured on a GPU, 21.7 M tokens in 5 of 21 minutes.
@@ -67,8 +69,11 @@ def teach(
     """
     if resume is not None and not (resume / CORPUS).is_dir():
         raise FileNotFoundError(f"nothing to resume: no {CORPUS} folder in {resume}")
+    if prompts is not None and resume is None:
+        read_prompts(prompts)  # a bad line is told before the model loads
     target, tokenizer = load_model(model, dtype, device), Tokenizer.load(model)
     mask = unused_token(tokenizer) if recipe.mask_token_id is None else recipe.mask_token_id
+    drafter_config(target.config, recipe, mask)  # a shape that cannot be is refused before minutes of writing
     text_seconds = recipe.minutes * 60 * WRITE_SHARE
     training = replace(recipe, minutes=recipe.minutes * (1 - WRITE_SHARE))
     if resume is not None:

@@ -61,6 +61,8 @@ class Recipe:
         for name in ("minutes", "layers", "lr", "anchors", "rows", "row_len", "chunk"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.block_size < 2:
+            raise ValueError(f"block_size must be at least 2 (the anchor and one draft), got {self.block_size}")
         if self.anchors > self.row_len:
             raise ValueError(f"{self.anchors} anchors do not fit rows of {self.row_len} places")
         if not 0 <= self.soft_labels <= 1:
@@ -95,6 +97,8 @@ Report = Callable[[Event], None]
 
 def drafter_config(target: ModelConfig, recipe: Recipe, mask_token_id: int) -> DrafterConfig:
     """A drafter in the target's own shape: same width, heads, head dim, RoPE and norm; default taps; full layers."""
+    if not 0 <= mask_token_id < target.vocab_size:
+        raise ValueError(f"mask_token_id must be below the vocabulary's {target.vocab_size}, got {mask_token_id}")
     taps = default_target_layer_ids(target.num_layers, recipe.layers)
     config = DrafterConfig(
         hidden_size=target.hidden_size,

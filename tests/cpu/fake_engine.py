@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,16 +51,19 @@ class FakeEngine:
     made: list[FakeEngine]
     behaviour: Any = staticmethod(lambda ids: None)
     wrong_token: int | None = None
+    loops = False
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.model, self.settings = model, settings
         self.drafter = settings.get("drafter", "auto")
-        self.dtype, self.mode, self.device = "float32", "eager", "cpu"
-        self.tokenizer = FakeTokenizer()
+        self.dtype, self.mode, self.device, self.memory = "float32", "eager", "cpu", None
+        self.tokenizer, self.vocab_size = FakeTokenizer(), 100
         self.calls: list[tuple[list[list[int]], SamplingParams]] = []
         self.closed = self.trace_trees = False
         self._rounds = 0
         type(self).made.append(self)
+        for done in range(1, 4):
+            settings.get("progress", lambda *_: None)("capture", done, 3)
 
     def stream(self, prompts: list[list[int]], params: SamplingParams) -> Iterator[StreamEvent]:
         self.calls.append((prompts, params))
@@ -69,7 +73,8 @@ class FakeEngine:
             yield from self._answer(index, ids, params, step)
 
     def _answer(self, index: int, ids: list[int], params: SamplingParams, step: int) -> Iterator[StreamEvent]:
-        tokens = list(range(min(params.max_tokens, len(WORDS))))
+        tokens = list(range(min(params.max_tokens, len(WORDS)))) if not self.loops else [0, 1] * params.max_tokens
+        tokens = tokens[: params.max_tokens]
         if step > 1 and self.wrong_token is not None:
             tokens[self.wrong_token] += 1
         rounds = [tokens[i : i + step] for i in range(0, len(tokens), step)]
@@ -86,6 +91,8 @@ class FakeEngine:
             accepted=tuple(len(chunk) - 1 for chunk in rounds),
             gaps=(1.0,) * len(tokens),
             runner_ups=(0,) * len(tokens),
+            third_gaps=(math.inf,) * len(tokens),
+            thirds=(-1,) * len(tokens),
             top_logits=(10.0,) * len(tokens),
             ttft_s=0.01,
             decode_s=0.09 * len(rounds) / len(tokens),

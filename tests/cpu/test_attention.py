@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ratoon.core.rope import RopeConfig
+from ratoon.models.layers import Heads, Rotary
 from ratoon.ops.attention import (
     Layout,
     additive,
@@ -72,6 +74,10 @@ def filled_cache(page_size: int, seed: int) -> Tensor:
     return torch.randn(NUM_PAGES * page_size, 2, KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
 
 
+# At position 0 a rotation changes nothing.
+UNTURNED = Rotary(RopeConfig(), HEAD_DIM)
+
+
 def random_qkv(num: int, seed: int, heads: int = HEADS) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     sizes = (heads, KV_HEADS, KV_HEADS)
@@ -83,7 +89,7 @@ def attend(
     layout: Layout, seen_RNC: Tensor, cache: Tensor, page_size: int, qkv: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
     q, k, v = qkv
-    store(cache, layout, k, v)
+    store(cache, layout, torch.stack((k, v), dim=1))
     return paged_attention(q, cache, v, layout, additive(seen_RNC, q.shape[1] // KV_HEADS, q.dtype), page_size)
 
 
@@ -264,7 +270,9 @@ def test_neighbour_pages_are_read_and_written_in_place() -> None:
         cache = filled_cache(page_size, seed=7).repeat(2, 1, 1, 1, 1)
         layout = block_layout(base_R, pages, page_size, width, exact=True, first_slot=first_slot)
         attend_paged = PagedAttend(cache, layout, [bias, bias], page_size)
-        outs.append(attend_paged(1, *random_qkv(width, seed=8)).reshape(width, HEADS, HEAD_DIM))
+        attend_paged.begin(UNTURNED, torch.zeros(width), torch.float32)
+        qkv = torch.cat([part.flatten(1) for part in random_qkv(width, seed=8)], dim=1)
+        outs.append(attend_paged(1, qkv, Heads(HEADS, KV_HEADS, HEAD_DIM)))
         caches.append(cache)
     assert torch.equal(caches[0], caches[1])
     torch.testing.assert_close(outs[0], outs[1])

@@ -17,12 +17,12 @@ from ratoon.runtime.buffers import (
     BufferSpec,
     BufferTable,
     ContractError,
-    StagingRing,
     StaleOutputError,
     poison,
     sentinel,
 )
 from ratoon.runtime.graphs import GraphKey
+from ratoon.runtime.staging import StagingRing
 
 
 def make_table(**changes: Any) -> BufferTable:

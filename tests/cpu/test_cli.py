@@ -1,7 +1,7 @@
 # Owns: tests of what the commands do with their options, their errors and their exit codes.
 # Promises: each runs the real command line over a fake engine, or a real child process.
 # Never: loads a model.
-"""cli.py."""
+"""The commands."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tests.cpu.fake_engine import WORDS, FakeEngine
 from tests.cpu.hub_server import HubServer
 
 TEXT = " ".join(WORDS)
+RANDOM = ["bench", "--random-weights", "t.json", "--drafter-config", "d.json"]
 
 
 @pytest.fixture
@@ -58,12 +59,13 @@ def test_generate_streams_the_answer(engines: type[FakeEngine]) -> None:
 
 def test_generate_passes_every_option_on(engines: type[FakeEngine]) -> None:
     options = "--model m --drafter d --method chain --budget 7 --topk-cap 4 --dtype float32 --device cpu --mode static"
-    options += " --max-model-len 99 --temperature 0.5 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1"
+    options += " --max-model-len 99 --run-ahead 2 --gpu-memory-utilization 0.5 --birth-test full"
+    options += " --temperature 0.5 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1"
     options += " --presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 3=-1.5 --logit-bias 4=2 --seed 9"
     options += " --stop END --stop STOP --max-tokens 6 --ignore-eos --raw"
     ratoon("generate", "hello there", *options.split())
     [engine] = engines.made
-    assert engine.model == "m"
+    assert engine.model == "m" and callable(engine.settings.pop("progress"))
     assert engine.settings == {
         "drafter": "d",
         "method": "chain",
@@ -74,6 +76,9 @@ def test_generate_passes_every_option_on(engines: type[FakeEngine]) -> None:
         "mode": "static",
         "max_rows": 1,
         "max_model_len": 99,
+        "run_ahead": 2,
+        "gpu_memory_utilization": 0.5,
+        "birth_test": "full",
     }
     [(prompts, params)] = engine.calls
     assert prompts == [[900, 0, 1]], "raw"
@@ -81,6 +86,35 @@ def test_generate_passes_every_option_on(engines: type[FakeEngine]) -> None:
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.2, 0.3)
     assert dict(params.logit_bias) == {3: -1.5, 4: 2.0}
     assert (params.stop, params.max_tokens, params.ignore_eos) == (("END", "STOP"), 6, True)
+
+
+def test_what_is_not_given_is_left_to_the_engine(engines: type[FakeEngine]) -> None:
+    ratoon("generate", "hello")
+    assert not {"method", "max_model_len", "run_ahead", "gpu_memory_utilization"} & set(engines.made[0].settings)
+
+
+def test_kernels_are_chosen_before_the_engine_is_made(
+    engines: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr("ratoon.ops.launch.use_kernels", chosen.append)
+    monkeypatch.setattr(engines, "describe", lambda self: chosen[-1])
+    assert ratoon("generate", "hello", "--kernels", "torch", "--stats").stderr.endswith("torch\n")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    refused = ratoon("generate", "hello", "--kernels", "triton", "--device", "cpu")
+    assert refused.exit_code == 2 and "--kernels triton needs a GPU" in refused.stderr and len(engines.made) == 1
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert ratoon("generate", "hello", "--kernels", "triton", "--device", "cpu").exit_code == 0
+
+
+def test_the_memory_plan_is_shown_on_a_gpu(engines: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "memory plan" not in ratoon("generate", "hi", "--stats").stderr
+    plan = type("Plan", (), {"describe": lambda self: "weights: 2 GB"})()
+    monkeypatch.setattr(engines, "memory", property(lambda self: plan, lambda self, value: None), raising=False)
+    monkeypatch.setattr(engines, "device", property(lambda self: "cuda:0", lambda self, value: None), raising=False)
+    assert "memory plan:\nweights: 2 GB" in ratoon("generate", "hi", "--stats").stderr
+    options = ["--prompts", "random:5", "--limit", "1", "--methods", "ar", "--stats"]
+    assert "memory plan:\nweights: 2 GB" in ratoon("bench", *options).stderr
 
 
 def test_plain_decoding_takes_no_drafter(engines: type[FakeEngine]) -> None:
@@ -128,8 +162,24 @@ def test_stats_go_to_stderr(engines: type[FakeEngine]) -> None:
     ("arguments", "message"),
     [
         (["generate", ""], "error: the prompt is empty"),
-        (["generate", "x", "--budget", "-1"], "error: --budget must be 'auto' or a whole number from 0"),
-        (["generate", "x", "--budget", "many"], "error: --budget must be 'auto' or a whole number from 0"),
+        (["generate", "  "], "error: the prompt is empty"),
+        (["generate", "x", "--budget", "-1"], "error: --budget must be from 0 (autoregressive) to the engine's limit"),
+        (["generate", "x", "--budget", "128"], "error: --budget must be from 0 (autoregressive) to the engine's limit"),
+        (["generate", "x", "--budget", "many"], "error: --budget must be 'auto' or a whole number"),
+        (["generate", "x", "--topk-cap", "-1"], "error: --topk-cap must be a whole number from 0 to 127"),
+        (["generate", "x", "--topk-cap", "128"], "error: --topk-cap must be a whole number from 0 to 127"),
+        (["generate", "x", "--method", "tree", "--drafter", "none"], "error: --method tree needs a drafter"),
+        (["generate", "x", "--max-model-len", "1"], "error: --max-model-len must be at least 2"),
+        (["generate", "x", "--run-ahead", "-1"], "error: --run-ahead must be at least 0"),
+        (["generate", "x", "--gpu-memory-utilization", "0"], "error: --gpu-memory-utilization must be above 0"),
+        (["generate", "x", "--gpu-memory-utilization", "1.5"], "error: --gpu-memory-utilization must be above 0"),
+        (["generate", "x", "--kernels", "triton", "--device", "cpu"], "error: --kernels triton needs a GPU"),
+        (["chat", "--method", "chain", "--drafter", "none"], "error: --method chain needs a drafter"),
+        (["chat", "--temperature", "-1"], "error: temperature must be a number"),
+        (["chat", "--budget", "x"], "error: --budget must be 'auto' or a whole number"),
+        (["demo", "--drafter", "none"], "error: --drafter none leaves the demo nothing to show"),
+        (["demo", "--max-tokens", "0"], "error: max_tokens must be"),
+        (["demo", "--budget", "-2"], "error: --budget must be from 0"),
         (["generate", "x", "--logit-bias", "a=b"], "error: --logit-bias must be ID=BIAS"),
         (["generate", "x", "--top-p", "2"], "error: top_p must be a number, from 0 to 1"),
         (["generate", "x", "--max-tokens", "0"], "error: max_tokens must be"),
@@ -137,15 +187,77 @@ def test_stats_go_to_stderr(engines: type[FakeEngine]) -> None:
         (["bench", "--budgets", "8,-2"], "error: --budgets (beside auto) takes numbers from 0"),
         (["bench", "--concurrency", "0"], "error: --concurrency takes numbers from 1"),
         (["bench", "--repeats", "0"], "error: --repeats must be at least 1"),
+        (["bench", "--max-tokens", "0"], "error: max_tokens must be"),
+        (["bench", "--limit", "0"], "error: a limit of 0 prompts"),
+        (["bench", "--temperature", "0,1e-7"], "error: temperature 1e-07 is too small"),
+        (["bench", "--seed", "99999999999999999999"], "error: seed must be"),
+        (["bench", "--run-ahead", "-1"], "error: --run-ahead must be at least 0"),
+        (["bench", "--drafter", "none"], "error: --drafter none has nothing to draft with"),
+        (["bench", "--prompts", "random:0"], "error: random prompts are 'random:LENGTH'"),
+        (["bench", "--prompts", "random:x"], "error: random prompts are 'random:LENGTH'"),
+        (["bench", "--simulate"], "error: --simulate needs --random-weights"),
+        (["bench", "--simulate-tau", "0"], "error: --simulate-tau needs --random-weights"),
+        (["bench", "--drafter-config", "c.json"], "error: --drafter-config needs --random-weights"),
+        (["bench", "--random-weights", "c.json"], "error: --random-weights without --drafter-config"),
+        ([*RANDOM, "--prompts", "humaneval"], "error: --random-weights has no tokenizer"),
+        ([*RANDOM, "--simulate", "--simulate-tau", "2"], "error: give --simulate (a table) or --simulate-tau"),
+        ([*RANDOM, "--simulate-tau", "2"], "error: --simulate-tau 2 needs --methods ar,chain"),
+        ([*RANDOM, "--simulate-tau", "6.5", "--methods", "chain", "--budgets", "15,5"], "error: --simulate-tau 6.5"),
+        ([*RANDOM, "--simulate-tau", "6.5", "--methods", "ar,chain"], "error: --simulate-tau 6.5"),
+        ([*RANDOM, "--simulate-tau", "0.5", "--methods", "ar"], "error: --simulate-tau must be at least 1"),
+        (["bench", "--prompts", "random", "--json", "nowhere/o.jsonl"], "error: No such file or directory: nowhere"),
+        (["train", "--prompts", "nowhere.jsonl"], "error: prompts 'nowhere.jsonl': no such file"),
+        (["train", "--minutes", "0"], "error: minutes must be positive"),
+        (["train", "--block-size", "1"], "error: block_size must be at least 2"),
+        (["train", "--out", "README.md"], "error: --out must be a folder, but README.md is a file"),
         (["bench", "--prompts", "nowhere.jsonl"], "error: prompts 'nowhere.jsonl': no such file"),
         (["pull", "not an id"], "error: 'not an id' is neither 'smollm2' nor a hub id"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(engines: type[FakeEngine], arguments: list[str], message: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    engines: type[FakeEngine], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     result = ratoon(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
-    assert all(engine.closed for engine in engines.made)
+    assert not engines.made, "told before a model is loaded"
+
+
+def test_a_drafter_that_is_not_there_is_told_before_the_model_loads(
+    engines: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(name: str, progress: object = None) -> str:
+        if name == "gone":
+            raise FileNotFoundError(f"model '{name}' is not there")
+        return name
+
+    monkeypatch.setattr("ratoon.models.hub.resolve", resolve)
+    for arguments in (["generate", "x"], ["chat"], ["bench", "--prompts", "random"], ["demo"]):
+        result = ratoon(*arguments, "--drafter", "gone")
+        assert (result.exit_code, result.stderr) == (2, "error: model 'gone' is not there\n")
+    assert [engine.settings["drafter"] for engine in engines.made] == ["none"], "the demo's baseline"
+
+
+def test_a_prompt_file_without_the_right_to_read_it_is_named(
+    engines: type[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def closed(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    (tmp_path / "p.jsonl").write_text("{}")
+    monkeypatch.setattr(Path, "read_bytes", closed)
+    result = ratoon("bench", "--prompts", str(tmp_path / "p.jsonl"))
+    assert result.exit_code == 2 and "p.jsonl': no right to read this file" in result.stderr
+
+
+@pytest.mark.parametrize("what", ["a file", "below a file"])
+def test_a_cache_that_cannot_be_is_told_with_the_remedy(tmp_path: Path, what: str) -> None:
+    (tmp_path / "f").write_text("")
+    cache = tmp_path / "f" if what == "a file" else tmp_path / "f" / "below"
+    done = in_a_child("generate", "hi", environment={"RATOON_CACHE": str(cache)})
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1
+    assert b"set RATOON_CACHE to a directory" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -278,7 +390,8 @@ def test_time_to_the_first_token_does_not_count_the_wait_for_a_free_row(engines:
 
 
 FIELDS = """model drafter method budget topk_cap concurrency mode dtype device prompts output_tokens tok_s speedup_vs_ar
-tau accept_per_position identical_prompts near_tie_prompts mismatched_prompts ms_draft ms_build ms_verify ms_accept
+tau tau_cut tau_no_repeat simulated cut accept_per_position identical_prompts near_tie_prompts mismatched_prompts
+ms_draft ms_build ms_verify ms_accept
 ms_commit ms_draft_build ms_accept_commit ttft_ms fallbacks git_commit versions""".split()  # noqa: SIM905
 
 
@@ -322,8 +435,34 @@ def test_bench_counts_what_differs(engines: type[FakeEngine], tmp_path: Path) ->
     assert plain["mismatched_prompts"] == 0
     assert (tree["identical_prompts"], tree["near_tie_prompts"], tree["mismatched_prompts"]) == (0, 0, 1)
     [divergence] = tree["divergences"]
-    assert divergence == {"prompt": "p/1", "verdict": "mismatch", "index": 2, "gap": 1.0, "bound": 1e-4}
-    assert "p/1 differs from token 2 on: mismatch, the top two are 1.0000 apart" in " ".join(shown.split())
+    assert divergence == {
+        "prompt": "p/1",
+        "verdict": "mismatch",
+        "index": 2,
+        "gap": 1.0,
+        "third_gap": None,
+        "bound": 1e-4,
+    }
+    assert "p/1 differs from token 2 on: mismatch, AR's next best are 1.0000 below" in " ".join(shown.split())
+
+
+def test_bench_reports_tau_cut_at_stop_strings_and_before_repetition(engines: type[FakeEngine], tmp_path: Path) -> None:
+    """Three words a round: 'the shoot that | a plant sends | up after it | was cropped'."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one two", "stop": "plant"}\n')
+    files = ["--prompts", str(tmp_path / "p.jsonl"), "--json", str(tmp_path / "o"), "--methods", "tree"]
+    assert ratoon("bench", *files, "--uncut").exit_code == 0
+    engines.loops = True
+    assert ratoon("bench", *files, "--max-tokens", "30").exit_code == 0
+    uncut, looping = (json.loads(line) for line in (tmp_path / "o").read_text().splitlines())
+    assert (uncut["cut"], uncut["tau"], uncut["tau_cut"], uncut["tau_no_repeat"]) == (False, 2.75, 2.5, 2.75)
+    assert (looping["cut"], looping["tau"], looping["tau_cut"]) == (True, 3.0, 3.0)
+    assert looping["tau_no_repeat"] == 3.0, "nine tokens, three rounds"
+    assert [params.stop for _, params in (call for engine in engines.made for call in engine.calls)] == [
+        (),
+        (),
+        (),
+        ("plant",),
+    ]
 
 
 def test_bench_without_ar_compares_nothing(engines: type[FakeEngine], tmp_path: Path) -> None:
@@ -342,6 +481,16 @@ def test_each_graphs_choice_is_a_mode(engines: type[FakeEngine], tmp_path: Path)
     assert {e.settings["max_rows"] for e in engines.made} == {2}
 
 
+def test_bench_hands_engine_settings_over(engines: type[FakeEngine]) -> None:
+    options = "--prompts random:9 --limit 2 --methods ar,tree --max-model-len 64 --run-ahead 1 --birth-test off"
+    assert ratoon("bench", *options.split()).exit_code == 0
+    for engine in engines.made:
+        assert {"max_model_len": 64, "run_ahead": 1, "birth_test": "off"}.items() <= engine.settings.items()
+        assert all(len(ids) == 9 and max(ids) < 100 for prompts, _ in engine.calls for ids in prompts)
+    plain, tree = (engine.calls[-1][0] for engine in engines.made)
+    assert plain == tree and plain[0] != plain[1], "every method gets the same random prompts"
+
+
 # -- train ------------------------------------------------------------------------------------------------------------
 
 
@@ -358,12 +507,14 @@ def test_train_hands_its_options_over_and_shows_the_outcome(
         return {"steps": 3, "loss": 4.5, "held_out": {"tau": {"chain": 2.5, "tree-63": 4.0}, "samples": 8}}
 
     monkeypatch.setattr("ratoon.train.session.teach", teach)
-    options = "--model m --minutes 2 --layers 3 --lr 0.01 --mask-token-id 9 --seed 4 --device cpu --prompts p.jsonl"
-    result = ratoon("train", *options.split(), "--out", str(tmp_path))
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    options = "--model m --minutes 2 --layers 3 --lr 0.01 --mask-token-id 9 --seed 4 --device cpu"
+    result = ratoon("train", *options.split(), "--prompts", str(prompts), "--out", str(tmp_path))
     assert result.exit_code == 0, result.stderr
     recipe = seen["recipe"]
     assert (recipe.minutes, recipe.layers, recipe.lr, recipe.mask_token_id, recipe.seed) == (2.0, 3, 0.01, 9, 4)
-    assert (seen["model"], seen["out"], seen["prompts"], seen["resume"]) == ("m", tmp_path, Path("p.jsonl"), None)
+    assert (seen["model"], seen["out"], seen["prompts"], seen["resume"]) == ("m", tmp_path, prompts, None)
     assert "memory plan in GB: weights 2.00" in result.stderr
     assert "chain 2.50, tree-63 4.00" in result.stdout and str(tmp_path / "int8") in result.stdout
 

@@ -99,7 +99,7 @@ def test_bench_finds_no_difference_between_methods_and_rows(pair: tuple[Path, Pa
     [
         (["x" * 600], "the prompt has 6"),
         (["x", "--budget", "128"], "127"),
-        (["x", "--topk-cap", "-1"], "topk_cap"),
+        (["x", "--topk-cap", "-1"], "--topk-cap"),
         (["x", "--max-model-len", "100000"], "max_model_len must be"),
         (["x", "--dtype", "float32", "--logit-bias", "99999=1"], "the vocabulary has 320 tokens"),
     ],

@@ -15,6 +15,7 @@ from torch import Tensor
 from ratoon.core.config import ModelConfig
 from ratoon.core.drafter import DrafterConfig
 from ratoon.models.dflash import DFlash, visible
+from ratoon.models.layers import Apart
 from ratoon.models.weights import load_drafter
 
 PARITY = Path(__file__).parents[1] / "data" / "parity" / "drafter"
@@ -43,10 +44,11 @@ def target_config() -> ModelConfig:
     )
 
 
-class Cache:
+class Cache(Apart):
     """The smallest `Attend`: one row, a growing context, the block thrown away."""
 
     def __init__(self, model: DFlash) -> None:
+        super().__init__(self._dense)
         self.config = model.config
         self.keys = [torch.zeros(0, self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
         self.values = list(self.keys)
@@ -58,7 +60,7 @@ class Cache:
         self.values = [torch.cat(pair) for pair in zip(self.values, v_LNKD, strict=True)]
         self.position = torch.cat((self.position, position))
 
-    def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def _dense(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         keys, values = torch.cat((self.keys[layer], k_TKD)), torch.cat((self.values[layer], v_TKD))
         k_pos = torch.cat((self.position, self.block_position))
         mask = visible(self.block_position[:, None], k_pos, self.config.windows[layer], self.config.causal[layer])
@@ -168,6 +170,6 @@ def test_logits_multiplier_then_softcap() -> None:
 
 def test_frequencies_survive_a_cast() -> None:
     model = DFlash(small_config())
-    before = model.inv_freq_P.clone()
-    assert torch.equal(model.to(torch.bfloat16).inv_freq_P, before)
-    assert model.inv_freq_P.dtype == torch.float32
+    before = model.rotary.inv_freq.clone()
+    assert torch.equal(model.to(torch.bfloat16).rotary.inv_freq, before)
+    assert model.rotary.inv_freq.dtype == torch.float32

@@ -17,9 +17,9 @@ from torch import Tensor
 from ratoon.core.request import SamplingParams
 from ratoon.models.decoder import Decoder
 from ratoon.models.dflash import DFlash, visible
-from ratoon.ops.tree import TreeBatch
+from ratoon.models.layers import Apart
+from ratoon.ops.tree import TreeBatch, forecast_mass
 from ratoon.runtime.runner import Mode
-from ratoon.spec.round import forecast_mass
 from tests.cpu import toy
 from tests.cpu.toy import Ask, Bench, Prophet, Seat, Text, assert_same_text, dense_text
 from tests.dense import DenseCausal
@@ -299,7 +299,7 @@ def dense_draft(drafter: DFlash, target: Decoder, committed: Sequence[int]) -> T
         return torch.einsum("nts,snd->tnd", score.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
     x = drafter.block_embeddings(target.embed.weight, torch.tensor([committed[-1]]), config.block_size)
-    return drafter(x, block, attend)
+    return drafter(x, block, Apart(attend))
 
 
 VARIANTS = {

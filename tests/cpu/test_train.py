@@ -17,9 +17,10 @@ from torch import Tensor
 from ratoon.core.config import ModelConfig
 from ratoon.models.decoder import Decoder
 from ratoon.models.dflash import DFlash, visible
+from ratoon.models.layers import Apart
 from ratoon.models.weights import load_drafter
 from ratoon.train import session
-from ratoon.train.data import Corpus, Seed, given_prompts, loop_start, pack, self_asked, write_corpus
+from ratoon.train.data import Corpus, pack
 from ratoon.train.evaluate import evaluate
 from ratoon.train.export import checkpoint_tensors, export_drafter, quantise
 from ratoon.train.loss import (
@@ -35,7 +36,9 @@ from ratoon.train.loss import (
     step_loss,
     target_pass,
 )
+from ratoon.train.prompts import Seed, given_prompts, read_prompts, self_asked
 from ratoon.train.train import Event, Recipe, Run, drafter_config, initialise, train
+from ratoon.train.write import loop_start, write_corpus
 
 VOCAB, EOS, MASK = 96, 2, 3
 
@@ -112,7 +115,7 @@ def alone(drafter: DFlash, target: Decoder, ids: Tensor, anchor: int) -> Tensor:
         return torch.einsum("nts,snd->tnd", score.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
     x = drafter.block_embeddings(target.embed.weight, ids[anchor : anchor + 1], drafter.config.block_size)
-    return drafter(x, block, attend)[drafter.config.first_prediction :]
+    return drafter(x, block, Apart(attend))[drafter.config.first_prediction :]
 
 
 @pytest.mark.parametrize("kind", [{}, {"windows": (5, None), "causal": (True, False)}, {"anchor_first": True}])
@@ -251,11 +254,47 @@ def test_given_prompts_are_answered_greedily(target: Decoder, tmp_path: Path) ->
     assert {written.prompt_len[i] for i in range(3)} == {2, 3, 5}
 
 
-def test_a_bad_prompt_line_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"text": "abc"}',
+        b'{"prompt": "abc", "messages": []}',
+        b'{"prompt": ""}',
+        b'{"prompt": [{"role": "user", "content": "x"}]}',
+        b'{"messages": "abc"}',
+        b'{"messages": [{"role": "user"}]}',
+        b'["abc"]',
+        b'{"prompt": "a"',
+        b'{"prompt": "caf\xe9"}',
+    ],
+)
+def test_a_bad_prompt_line_is_named(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"text": "abc"}\n')
+    file.write_bytes(b'{"prompt": "good", "id": 1}\n\n' + line + b"\n")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 3"):
+        read_prompts(file)
+
+
+def test_bad_prompts_and_shapes_are_told_before_anything_is_written(
+    target: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("too late")
+
+    arguments: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
+    monkeypatch.setattr(session, "load_model", never)
+    (tmp_path / "p.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="line 1"):
-        list(given_prompts(Letters(), file, seed=0))
+        session.teach(Path("toy"), tmp_path, recipe(), prompts=tmp_path / "p.jsonl", **arguments)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        session.teach(Path("toy"), tmp_path, recipe(), prompts=tmp_path / "q.jsonl", **arguments)
+    monkeypatch.setattr(session, "load_model", lambda *_: target)
+    monkeypatch.setattr(session, "Tokenizer", Letters)
+    monkeypatch.setattr(session, "write_text", never)
+    with pytest.raises(ValueError, match="mask_token_id"):
+        session.teach(Path("toy"), tmp_path, recipe(mask_token_id=VOCAB), **arguments)
+    with pytest.raises(ValueError, match="block_size must be at least 2"):
+        recipe(block_size=1)
 
 
 def test_self_asked_prompts_end_with_the_suffix_and_greedy_answers(target: Decoder) -> None:

@@ -93,7 +93,13 @@ def drafter_config(**changes: Any) -> DrafterConfig:
 
 def make_drafter(seed: int = 1, **changes: Any) -> DFlash:
     """A random DFlash: it is heard everywhere, and seldom right."""
-    return randomise(DFlash(drafter_config(**changes)), seed, 1.0)
+    return stacked(randomise(DFlash(drafter_config(**changes)), seed, 1.0))
+
+
+def stacked(drafter: Any) -> Any:
+    """As a loader leaves it."""
+    drafter.stack_context()
+    return drafter
 
 
 class Prophet(DFlash):
@@ -152,7 +158,7 @@ def make_prophet(
     seed: int = 2, lots: Sequence[float] = (0.78, 0.1, 0.06, 0.03, 0, 0, 0.03), slope: float = 0.9, **changes: Any
 ) -> Prophet:
     """lots: weights of ranks 0, 1, ... of the true token; slope: how much less likely each next rank is."""
-    return randomise(Prophet(drafter_config(**changes), lots, slope, seed), seed, 1.0)
+    return stacked(randomise(Prophet(drafter_config(**changes), lots, slope, seed), seed, 1.0))
 
 
 # ---- on disk ----------------------------------------------------------------------------------------------
@@ -322,7 +328,7 @@ class Bench:
         )
         limits = replace(limits, num_pages=1 + rows * limits.pages_per_row + spare_pages)
         self.limits = limits
-        self.runner = Runner(target, drafter, limits, torch.device("cpu"), mode, debug=True)
+        self.runner = Runner(target, drafter, limits, target.embed.weight.device, mode, debug=True)
         self.pool = PagePool(limits.num_pages)
         self.free = list(range(1, rows + 1))
         if self.runner.graphs is not None:
