@@ -7,7 +7,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint setup clean
+.PHONY: help demo test bench-gpu lint setup clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,6 +43,7 @@ step = @printf '%s ... ' '$(1)'; begun=$$SECONDS; { $(2); }; printf '%s s\n' $$(
 help:
 	@echo 'make demo    set up and watch SmolLM2 answer: plain, draft chain, draft tree'
 	@echo 'make test    set up, then ruff, pyright and every test that needs no GPU'
+	@echo 'make bench-gpu   measure true shapes on a GPU (benchmarks/README.md; options in BENCH)'
 	@echo 'make lint    ruff and pyright only'
 	@echo 'make clean   remove $(VENV) and build leftovers (the model cache stays)'
 
@@ -52,8 +53,12 @@ demo: $(MODEL)
 test: $(MODEL) $(READY_TEST) lint
 	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q tests/null tests/cpu
 
+BENCH ?=
+bench-gpu: $(READY_TEST)
+	@PYTHONUNBUFFERED=1 $(BIN)/python -m benchmarks.gpu $(BENCH)
+
 lint: $(READY_TEST)
-	@$(BIN)/ruff check ratoon tests
+	@$(BIN)/ruff check ratoon tests benchmarks
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
 setup: $(READY)

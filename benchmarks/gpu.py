@@ -33,6 +33,7 @@ from ratoon.models.hub import drafter_for, resolve
 from ratoon.models.random import drafter_shape, random_decoder, random_drafter, target_shape
 from ratoon.models.weights import load_drafter, load_model
 from ratoon.runtime.engine import Engine
+from ratoon.runtime.graphs import Level
 from ratoon.runtime.text import Tokenizer
 from ratoon.spec.ddtree import build_tree, expected_tau
 from ratoon.spec.simulate import AcceptanceTable, Simulation
@@ -64,6 +65,7 @@ class Scale:
     text_len: int = 4096
     text_prompts: int = 16
     limit_rows: tuple[int, ...] = (1, 8, 16, 32, 64, 128)
+    births: Level = "quick"
 
 
 FULL = Scale(
@@ -92,6 +94,7 @@ TOY = Scale(
     text_len=512,
     text_prompts=1,
     limit_rows=(1, 2),
+    births="off",
 )
 
 Run = Callable[[], dict[str, Any]]
@@ -172,7 +175,7 @@ class Bench:
             page_size=page,
             run_ahead=self.run_ahead,
             # The test of 128 rows copies and poisons tens of gigabytes of cache; tests/gpu make it at small sizes.
-            birth_test="quick" if rows <= 8 else "off",
+            birth_test=self.scale.births if rows <= 8 else "off",
         )
         try:
             yield engine

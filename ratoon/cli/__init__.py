@@ -322,7 +322,7 @@ def bench(
     birth_test: BirthTest = "quick",
     kernels: Kernels = "auto",
     json: Annotated[Path | None, option("--json", help="Append the records to this file, one a line.")] = None,
-    stats: Annotated[bool, option("--stats", help="On a GPU, show each engine's memory plan.")] = False,
+    stats: Annotated[bool, option("--stats", help="Show each engine's memory plan.")] = False,
 ) -> None:
     """Measure methods against each other on the same prompts."""
     from ratoon.cli.show import fetch_bar, memory_plan

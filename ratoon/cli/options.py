@@ -52,7 +52,7 @@ FrequencyPenalty = Annotated[float, option(help="Over the answer, per occurrence
 LogitBias = Annotated[list[str] | None, option(help="Repeatable: token id and what to add.", metavar="ID=BIAS")]
 Seed = Annotated[int | None, option(help="The same seed gives the same text with every method.")]
 Stop = Annotated[list[str] | None, option(help="Repeatable: end before this text.")]
-Stats = Annotated[bool, option("--stats", help="Show speed and acceptance, and on a GPU the memory plan.")]
+Stats = Annotated[bool, option("--stats", help="Show speed, acceptance, settings and the memory plan.")]
 
 
 def budget_of(text: str) -> BudgetValue:

@@ -108,7 +108,7 @@ def _drawn(engine: Engine, tree: Tree, path: tuple[int, ...]) -> list[str]:
 
 
 def stats(engine: Engine, output: RequestOutput) -> None:
-    """Speed and acceptance of one answer, and the engine's settings; on a GPU its memory too."""
+    """Speed and acceptance of one answer, and the engine's settings and memory plan."""
     speed = len(output.token_ids) / output.decode_s if output.decode_s else float("nan")
     print(
         f"{len(output.token_ids)} tokens in {output.decode_s:.2f} s ({speed:.1f} tok/s), {output.rounds} rounds, "
@@ -116,13 +116,10 @@ def stats(engine: Engine, output: RequestOutput) -> None:
         file=sys.stderr,
     )
     print(engine.describe(), file=sys.stderr)
-    memory_plan(engine)
 
 
 def memory_plan(engine: Engine) -> None:
-    """What lies in the GPU's memory, one line each; nothing for a CPU."""
-    if not engine.device.startswith("cuda") or engine.memory is None:
-        return
+    """What lies in the device's memory, one line each."""
     print(f"memory plan:\n{engine.memory.describe()}", file=sys.stderr)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
+from ratoon.core.request import Budget
 from ratoon.lab.bars import Bar, bar
 from ratoon.lab.matrix import MODES, Group, Matrix, RandomPair
 from ratoon.lab.prompts import Prompt
@@ -69,12 +70,8 @@ def _run_group(
     matrix: Matrix, group: Group, prompts: list[Prompt], shown: Bar, opened: Callable[[Engine], None]
 ) -> Iterator[dict[str, Any]]:
     reference: Measured | None = None
-    cells = matrix.cells(group)
-    for drafts in (False, True):
-        served = [cell for cell in cells if (cell.method != "ar") == drafts]
-        if not served:
-            continue
-        engine = _engine(matrix, group, drafts, shown)
+    for budget, served in _by_engine(matrix, group):
+        engine = _engine(matrix, group, budget, shown)
         try:
             opened(engine)
             for cell in served:
@@ -86,19 +83,35 @@ def _run_group(
             engine.close()
 
 
-def _engine(matrix: Matrix, group: Group, drafts: bool, shown: Bar) -> Engine:
+def _by_engine(matrix: Matrix, group: Group) -> list[tuple[Budget | None, list[Cell]]]:
+    """Cells with the budget of the engine that serves them, plain decoding (None) first.
+
+    Where rounds are captured each budget has its own engine, so that each has graphs of just its size.
+    """
+    from ratoon.runtime.setup import choose_device, choose_mode
+
+    live = choose_mode(MODES[group.graphs], choose_device(matrix.device)) == "eager"
+    engines: dict[Budget | None, list[Cell]] = {}
+    for cell in matrix.cells(group):
+        budget = None if cell.method == "ar" else "auto" if live else cell.budget
+        engines.setdefault(budget, []).append(cell)
+    return list(engines.items())
+
+
+def _engine(matrix: Matrix, group: Group, budget: Budget | None, shown: Bar) -> Engine:
     from ratoon.runtime.engine import Engine
 
     settings = {
         "topk_cap": 0 if 0 in matrix.topk_caps else max(matrix.topk_caps),
+        "budget": budget or 0,
         "mode": MODES[group.graphs],
         "max_rows": group.concurrency,
         "progress": shown.report,
         **matrix.engine,
     }
     if matrix.random:
-        return random_engine(matrix.random, drafts, matrix.device, group.dtype, settings)
-    drafter = matrix.drafter if drafts else "none"
+        return random_engine(matrix.random, budget is not None, matrix.device, group.dtype, settings)
+    drafter = matrix.drafter if budget is not None else "none"
     return Engine(matrix.model, drafter=drafter, device=matrix.device, dtype=group.dtype, **settings)
 
 

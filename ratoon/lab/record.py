@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ratoon import __version__
 from ratoon.core.request import Budget, Method, RequestOutput, SamplingParams, compare, near_tie_bound
 from ratoon.lab.acceptance import accept_per_position, tau, until_repeat, until_stop
 from ratoon.lab.prompts import Prompt, random_ids
@@ -64,7 +65,7 @@ class Cell:
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
             method=self.method,
-            budget=0 if self.method == "ar" else None if self.budget == "auto" else self.budget,
+            budget=0 if self.method == "ar" else self.budget,
             topk_cap=self.topk_cap if self.method == "tree" else None,
         )
 
@@ -273,7 +274,7 @@ def git_commit() -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of what computes. Packages that are not installed are left out."""
-    found = {"python": platform.python_version(), "platform": sys.platform, "ratoon": version("ratoon")}
+    found = {"python": platform.python_version(), "platform": sys.platform, "ratoon": __version__}
     for package in _VERSIONED:
         try:
             found[package] = version(package)

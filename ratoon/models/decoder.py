@@ -24,6 +24,7 @@ from ratoon.models.layers import (
     packed_linear,
     prepare,
 )
+from ratoon.ops.launch import wants_kernel
 
 
 def float_product(h_TH: Tensor, weight_VH: Tensor) -> Tensor:
@@ -95,7 +96,8 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             h_TH = layer(index, h_TH, attend)
             if index in tap_ids:
-                tapped[index] = h_TH
+                # By kernels the next layer writes into the same memory.
+                tapped[index] = h_TH.clone() if wants_kernel(h_TH) else h_TH
         taps_TX = torch.cat([tapped[index] for index in tap_ids], dim=-1) if tap_ids else None
         return self.norm(h_TH), taps_TX
 

@@ -95,11 +95,14 @@ class Linear(nn.Module):
     def forward(
         self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None, gated: bool = False
     ) -> Tensor:
-        """norm(x) W^T + b; gated: the first half of the outputs gates the second; then the residual is added."""
+        """norm(x) W^T + b; gated: the first half of the outputs gates the second; then the residual is added.
+
+        By kernels the sum takes the residual's memory: no copy of it is made.
+        """
         if wants_kernel(x):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return project(
-                x, self.weight, self.bias, norm_H=scale, eps=eps, residual_TO=residual, gated=gated
+                x, self.weight, self.bias, norm_H=scale, eps=eps, residual_TO=residual, gated=gated, out=residual
             )  # fmt: skip
         if norm is not None:
             x = norm(x)

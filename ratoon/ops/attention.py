@@ -19,6 +19,9 @@ from torch import Tensor
 
 from ratoon.ops.launch import wants_kernel
 
+NUM_COUNTERS = 1024
+"""Tiles times K/V heads that one attention kernel may count while its ranges of keys come in."""
+
 
 @dataclass(frozen=True)
 class Layout:

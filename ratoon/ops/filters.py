@@ -34,7 +34,8 @@ def _cut(x_TK: Tensor, weight_TK: Tensor, need_T1: Tensor) -> Tensor:
         bucket_TK = (key_TK - low_T1).bitwise_right_shift_(shift).clamp_(-1, 2**bits).add_(1)
         hist_TN = torch.zeros(len(x_TK), 2**bits + 2, dtype=torch.int64, device=x_TK.device)
         reach_TN = hist_TN.scatter_add_(1, bucket_TK, weight_TK).cumsum(1)
-        place_T1 = (reach_TN < need_T1).sum(1, keepdim=True) - 1
+        # A row with a NaN needs less than nothing; an index of -1 would be an error for all rows.
+        place_T1 = ((reach_TN < need_T1).sum(1, keepdim=True) - 1).clamp_(min=0)
         before_T1 = reach_TN.gather(1, place_T1)
         low_T1 = low_T1 + (place_T1 << shift)
     tie_TK = key_TK == low_T1

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ratoon.core.request import SamplingParams
+from ratoon.ops.launch import wants_kernel
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,10 @@ def _write_history(state: SamplerState, seat: int, params: SamplingParams, promp
 
 def count_tokens(state: SamplerState, seat_R: Tensor, token_RE: Tensor) -> None:
     """Commits emitted tokens [R, E] (-1: none) to the counts of their seats."""
+    if wants_kernel(token_RE):
+        from ratoon.ops.kernels import penalties
+
+        return penalties.count_tokens(state, seat_R, token_RE)
     vocab = state.output_count_SV.shape[1]
     if vocab:
         index_RE = seat_R.unsqueeze(1) * vocab + token_RE.clamp(min=0)
@@ -132,3 +137,14 @@ def penalise(
     if state.bias_token_SB.shape[1]:
         logits_TV = logits_TV.scatter_add(1, state.bias_token_SB[seat_T].clamp(min=0), state.bias_value_SB[seat_T])
     return logits_TV if mask_TV is None else logits_TV + mask_TV
+
+
+def penalise_own(
+    logits_TV: Tensor, state: SamplerState, seat_T: Tensor, path_token_TD: Tensor, mask_TV: Tensor | None = None
+) -> Tensor:
+    """As `penalise`, for logits that nobody else reads: they may be written over."""
+    if wants_kernel(logits_TV):
+        from ratoon.ops.kernels import penalties
+
+        return penalties.penalise_own(logits_TV, state, seat_T, path_token_TD, mask_TV)
+    return penalise(logits_TV, state, seat_T, path_token_TD, mask_TV)

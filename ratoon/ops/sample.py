@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ratoon.core.request import MAX_NARROW_TOP_K, SamplerKind
 from ratoon.ops.filters import filter_edges, filter_logits, nearest_edge
+from ratoon.ops.launch import wants_kernel
 from ratoon.ops.noise import gumbel_at, gumbel_noise
 from ratoon.ops.order import top_ordered, top_three
-from ratoon.ops.penalties import SamplerState, count_tokens, penalise, write_seat
+from ratoon.ops.penalties import SamplerState, count_tokens, penalise, penalise_own, write_seat
 
 __all__ = [
     "Draw",
@@ -113,6 +114,10 @@ def _unfiltered(value_T3: Tensor, id_T3: Tensor, top_T: Tensor, scale_T: Tensor)
 
 def greedy(logits_TV: Tensor) -> Draw:
     """Argmax of float32 logits [T, V]."""
+    if wants_kernel(logits_TV):
+        from ratoon.ops.kernels import sample
+
+        return sample.greedy(logits_TV)
     value_T3, id_T3 = top_three(logits_TV)
     return _unfiltered(value_T3, id_T3, value_T3[:, 0], torch.ones_like(value_T3[:, 0]))
 
@@ -149,6 +154,10 @@ def draw(
     """
     if kind in ("argmax", "greedy"):
         return greedy(logits_TV)
+    if (kind == "plain" or not edges) and wants_kernel(logits_TV):
+        from ratoon.ops.kernels import sample
+
+        return sample.draw(logits_TV, state, seat_T, position_T, kind)
     group = _CPU_ROWS if kind != "narrow" and logits_TV.device.type == "cpu" else len(logits_TV)
     parts = []
     for start in range(0, len(logits_TV), group):
@@ -236,7 +245,8 @@ def sample_places(
 ) -> Draw:
     """Head and sampler over `group` places at a time, so that only [group, V] logits exist at once.
 
-    seat, position int64 [T]; path_token int64 [T, D] (see `penalise`). `rescore` for heads that round.
+    seat, position int64 [T]; path_token int64 [T, D] (see `penalise`). `rescore` for heads that round. What
+    `logits_fn` returns may be written over.
     """
     parts = []
     for start in range(0, hidden_TH.shape[0], group):
@@ -244,7 +254,7 @@ def sample_places(
         hidden_GH, mask_GV = hidden_TH[at], None if mask_TV is None else mask_TV[at]
         logits_GV = logits_fn(hidden_GH)
         logits_GV = rescored(logits_GV, hidden_GH, rescore) if rescore else logits_GV
-        logits_GV = penalise(logits_GV, state, seat_T[at], path_token_TD[at], mask_GV)
+        logits_GV = penalise_own(logits_GV, state, seat_T[at], path_token_TD[at], mask_GV)
         parts.append(draw(logits_GV, state, seat_T[at], position_T[at], kind, edges))
     return _joined(parts)
 

@@ -65,6 +65,10 @@ def rank_candidates(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Log-probabilities come from a float32 log-softmax over the whole vocabulary; a row with a NaN gives NaN.
     """
+    if wants_kernel(logits_NV):
+        from ratoon.ops.kernels import rank
+
+        return rank.rank_candidates(logits_NV, k)
     logits_NV = logits_NV.float()
     token_NK = _top_ids(logits_NV, min(k, logits_NV.shape[1]))
     # On a CPU the temporaries of four rows stay in cache: 10 ms instead of 28 on 120 x 49152 (2026-11-30).

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ratoon.core.request import SamplingParams
-from ratoon.runtime.buffers import poison
+from ratoon.runtime.buffers import NOISE
 from ratoon.runtime.graphs import BirthCase, Level, birth_test
 from ratoon.runtime.prefill import Chunk
 from ratoon.runtime.runner import Runner
@@ -43,7 +43,7 @@ def check_births(
     """
     assert runner.graphs is not None, "only graphs are born"
     order = sorted(shapes, key=lambda shape: (shape.places, shape.rows, shape.block))
-    if level == "off" or not order:
+    if level == "off":
         return 0
     chosen = order if level == "full" else _ends(order)
     sizes = runner.chunks if level == "full" else runner.chunks[:1]
@@ -143,11 +143,13 @@ class _Case:
     def _poison(self, kind: Literal["noise", "nan"]) -> None:
         dead = ~self._live_slots()
         dead[: self.runner.limits.page_size] = False
+        slot = torch.arange(len(dead), device=dead.device)
+        values = (float("nan"), float("nan")) if kind == "nan" else (NOISE, -NOISE)
         for name in self.runner.table.names("kv"):
-            cache = self.runner.table[name]
-            spoiled = cache[:, dead]
-            poison(spoiled, kind)
-            cache[:, dead] = spoiled
+            # In place: a copy of a cache that fills most of a GPU would not fit beside it.
+            for parity, value in enumerate(values):
+                spoilt = (dead & (slot % 2 == parity)).view(1, -1, 1, 1, 1)
+                self.runner.table[name].masked_fill_(spoilt, value)
 
     def _observe(self) -> Mapping[str, Tensor]:
         table, rows = self.runner.table, len(self.seats)

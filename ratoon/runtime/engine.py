@@ -157,6 +157,7 @@ class Engine:
             run_ahead=run_ahead,
             forecast=auto_buckets(config, where) if config else (),
             padded_on_cpu=where.type == "cpu" and mode != "eager",
+            device=where.type,
         )
         self.settings = Settings(
             model=names[0],
@@ -175,7 +176,6 @@ class Engine:
             gpu_memory_utilization=options.gpu_memory_utilization,
         )
         self._intake = Intake(self.settings, limits, target.config, tokenizer, drafter is not None, simulation)
-        self._intake.check_budget(self.settings.budget, options.topk_cap)
         shapes = self._shapes(limits, options)
         self.limits = self._plan(limits, shapes, fits=where.type == "cuda" and options.cache_tokens is None)
         if where.type == "cpu" and mode == "eager":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -54,7 +55,7 @@ class GraphKey:
         size = f"rows={self.rows} places={self.places} block={self.block}" + f" nodes={self.nodes}" * bool(self.nodes)
         return f"{self.kind}[{size} {self.sampler} gen={self.generation}]"
 
-    @property
+    @cached_property
     def family(self) -> GraphKey:
         """The key that shares this key's inputs: the three stages of a round share the round's."""
         return replace(self, kind="round") if self.kind in STAGES else self

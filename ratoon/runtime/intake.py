@@ -14,7 +14,7 @@ from typing import Any
 from ratoon.core.config import ModelConfig
 from ratoon.core.request import SamplingParams
 from ratoon.runtime.rows import Row
-from ratoon.runtime.setup import MAX_NODES, Settings
+from ratoon.runtime.setup import Settings
 from ratoon.runtime.text import Tokenizer
 from ratoon.spec.simulate import Simulation
 from ratoon.spec.state import Limits
@@ -64,7 +64,7 @@ class Intake:
         own = self.settings.budget if params.budget is None else params.budget
         budget = None if own == "auto" else own
         cap = self.settings.topk_cap if params.topk_cap is None else params.topk_cap
-        self.check_budget(budget, cap)
+        self._check_cap(cap)
         if self.simulation:
             self.simulation.check(method, budget)
         known = tuple(self.tokenizer.eos_ids) if self.tokenizer else ()
@@ -106,18 +106,8 @@ class Intake:
         if min(ids) < 0 or max(ids) >= self.config.vocab_size:
             raise ValueError(f"the prompt has a token id outside of the vocabulary of {self.config.vocab_size}")
 
-    def check_budget(self, budget: int | None, cap: int) -> None:
-        """ValueError for a budget (None: auto) or a cap that this engine cannot serve."""
-        if budget is not None and not (isinstance(budget, Integral) and 0 <= budget <= MAX_NODES):
-            raise ValueError(
-                f"budget must be from 0 (autoregressive) to the engine's limit of {MAX_NODES}, got {budget!r}"
-            )
-        if not self.has_drafter:
-            return
-        if cap < 0:
-            raise ValueError(f"topk_cap must be at least 0 (0: uncapped), got {cap}")
-        if cap > MAX_NODES:
-            raise ValueError(f"topk_cap must be at most {MAX_NODES} (0: uncapped), got {cap}")
+    def _check_cap(self, cap: int) -> None:
+        """ValueError for more candidates than this engine ranks."""
         own = self.settings.topk_cap
-        if own and (cap == 0 or cap > own):
+        if self.has_drafter and own and (cap == 0 or cap > own):
             raise ValueError(f"topk_cap {cap} exceeds this engine's {own}: start it with a larger topk_cap, or with 0")

@@ -13,6 +13,7 @@ import torch
 from ratoon.core.config import ModelConfig
 from ratoon.core.drafter import DrafterConfig
 from ratoon.core.request import MAX_LOGIT_BIAS
+from ratoon.ops.attention import NUM_COUNTERS
 from ratoon.ops.sample import SamplerState
 from ratoon.runtime.buffers import BufferSpec, BufferTable
 from ratoon.runtime.graphs import GraphKey
@@ -93,6 +94,7 @@ def _state_specs(limits: Limits) -> list[BufferSpec]:
         state("stop_id_SE", (seats, STOP_IDS), int64, -1),
         state("page_table_SP", (seats, limits.pages_per_row), torch.int32),
         BufferSpec("seat.round_number", (1,), int64, "state", 0, dummy_len=0),
+        BufferSpec("seat.attend_counters", (NUM_COUNTERS,), torch.int32, "state", 0, dummy_len=0),
     ]
 
 

@@ -92,7 +92,8 @@ def page_bytes(configs: Iterable[ModelConfig | DrafterConfig | None], page_size:
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of a GPU."""
+    """(free, total) bytes of a GPU; what the allocator keeps of a load is given back first."""
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)
 
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from ratoon.core.request import FinishReason, RequestOutput, SamplerKind, SamplingParams
 from ratoon.runtime.results import RowResult
 from ratoon.runtime.text import Detokenizer, Tokenizer
+
+_PER_TOKEN = slice(RowResult._fields.index("runner_ups"), RowResult._fields.index("mass"))
+"""What a round tells of each token; the names are RequestOutput's too."""
 
 
 @dataclass
@@ -34,7 +38,8 @@ class Row:
     finish_reason: FinishReason | None = None
     kind: SamplerKind = field(init=False)
     _detokenizer: Detokenizer | None = field(init=False)
-    _results: list[RowResult] = field(default_factory=list)
+    _accepted: list[int] = field(default_factory=list)
+    _columns: list[list] = field(default_factory=lambda: [[] for _ in RowResult._fields[_PER_TOKEN]])
     _decoded: int = 0
     _searched: int = 0
     _sent: int = 0
@@ -59,8 +64,11 @@ class Row:
         added = len(self.tokens) - before
         if added:
             # What a stop string cut off was neither emitted nor accepted.
-            kept = result if result.accepted < added else result._replace(accepted=added - 1)
-            self._results.append(kept)
+            self._accepted.append(min(result.accepted, added - 1))
+            # Not the results themselves: kept objects are what Python's collector stops the rounds to look through.
+            told: Any = result[_PER_TOKEN]
+            for column, values in zip(self._columns, told, strict=True):
+                column += values
         if self.finish_reason is None and result.done:
             stopped = bool(self.tokens) and self.tokens[-1] in self.stop_ids
             self._finish("stop" if stopped else "length")
@@ -121,26 +129,20 @@ class Row:
         """Everything about the finished request."""
         assert self.finish_reason is not None, "the request is not finished"
         kept = len(self.tokens)
-
-        def column(name: str) -> tuple:
-            return tuple(value for result in self._results for value in getattr(result, name))[:kept]
-
+        names = RowResult._fields[_PER_TOKEN]
+        columns: dict[str, Any] = {
+            name: tuple(column[:kept]) for name, column in zip(names, self._columns, strict=True)
+        }
         return RequestOutput(
             prompt_token_ids=self.prompt,
             token_ids=tuple(self.tokens),
             text=self.text,
             finish_reason=self.finish_reason,
-            rounds=len(self._results),
-            accepted=tuple(result.accepted for result in self._results),
-            gaps=column("gaps"),
-            runner_ups=column("runner_ups"),
-            third_gaps=column("third_gaps"),
-            thirds=column("thirds"),
-            top_logits=column("top_logits"),
-            edge_gaps=column("edge_gaps"),
-            edge_tokens=column("edge_tokens"),
+            rounds=len(self._accepted),
+            accepted=tuple(self._accepted),
             ttft_s=max(self._first - self.submitted, 0.0),
             decode_s=self._last - self._first,
+            **columns,
         )
 
 

@@ -262,7 +262,7 @@ class Runner:
                 progress(number, len(jobs))
 
     def _other_captures(self, graphs: GraphSet) -> dict[GraphKey, Callable[[], object]]:
-        """Prefill and joins: they write no result."""
+        """Prefill and joins, unless an earlier call has captured them. They write no result."""
 
         def dummy_record() -> None:
             record = torch.from_numpy(self._records.compose(0, DUMMY))
@@ -275,7 +275,7 @@ class Runner:
         for size in self.chunks:
             key = self.prefill_key(size)
             jobs[key] = partial(graphs.capture, key, partial(self.run_prefill, size), outputs=())
-        return jobs
+        return {key: job for key, job in jobs.items() if key not in graphs}
 
     def _capture_round(self, graphs: GraphSet, key: GraphKey, shape: RoundShape) -> None:
         if self.mode == "graph":
@@ -318,6 +318,7 @@ class Runner:
                 for ready in self.shapes
                 if ready.rows >= shape.rows
                 and ready.places - (ready.rows - shape.rows) >= shape.places
+                and ready.nodes >= shape.nodes
                 and ready.sampler == sampler
                 and (ready.block == shape.block or ready.block > shape.block > 0)
             ]

@@ -20,6 +20,7 @@ _INTS = ("done_S", "start_S", "anchor_S", "limit_S", "budget_S", "topk_cap_S", "
 _REALS = ("temperature_S", "top_p_S", "min_p_S", "repetition_S", "presence_S", "frequency_S")
 _LISTS = ("stop_id_SE", "page_table_SP", "bias_token_SB", "bias_value_SB")
 _HISTORY = ("prompt_seen_SV", "output_count_SV")
+_NO_SEATS = ("round_number", "attend_counters", "sampler")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class SeatRecords:
     """
 
     def __init__(self, state: SeatState) -> None:
-        known = {*_INTS, *_REALS, *_LISTS, *_HISTORY, "round_number", "sampler"}
+        known = {*_INTS, *_REALS, *_LISTS, *_HISTORY, "round_number", "attend_counters", "sampler"}
         have = {each.name for holder in (SeatState, SamplerState) for each in fields(holder)}
         assert have == known, f"seat state that no record writes, or that is gone: {have ^ known}"
         self._state = {name: _tensor(state, name) for name in (*_INTS, *_REALS, *_LISTS)}
@@ -89,7 +90,7 @@ class SeatRecords:
         return words
 
     def unpack(self, words_W: Tensor) -> None:
-        """A record into its seat's state; what a graph of kind 'seat' captures."""
+        """A record into its seat's state, without a token in its history; what a graph of kind 'seat' captures."""
         seat = words_W[:1]
         for column, name in enumerate(_INTS, start=1):
             self._write(name, seat, words_W[column : column + 1])
@@ -98,6 +99,8 @@ class SeatRecords:
         for name in _LISTS:
             values = words_W[self._at[name]]
             self._write(name, seat, (values.view(torch.float64) if name == "bias_value_SB" else values).unsqueeze(0))
+        self._count.index_fill_(0, seat, 0)
+        self._seen.index_fill_(0, seat, False)
 
     def _write(self, name: str, seat: Tensor, value: Tensor) -> None:
         state = self._state[name]
@@ -110,11 +113,8 @@ class SeatRecords:
         return words
 
     def unpack_history(self, words_W: Tensor) -> None:
-        """Clears a seat's token counts and marks its prompt's tokens. Only a row with penalties reads either."""
-        seat = words_W[:1]
-        self._count.index_fill_(0, seat, 0)
-        self._seen.index_fill_(0, seat, False)
-        self._seen.view(-1).index_fill_(0, words_W[1:] + seat * self._vocab, True)
+        """Marks the tokens of a seat's prompt, after its record. Only a row with penalties needs it."""
+        self._seen.view(-1).index_fill_(0, words_W[1:] + words_W[:1] * self._vocab, True)
 
 
 def _tensor(state: SeatState, name: str) -> Tensor:

@@ -14,13 +14,15 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.drafter import DrafterConfig
-from ratoon.core.request import MAX_BUDGET, Method
+from ratoon.core.request import MAX_BUDGET, Method, check_budget, check_topk_cap
 from ratoon.runtime.graphs import Level
 from ratoon.runtime.runner import Mode
 from ratoon.spec.budget import Bucket
 from ratoon.spec.state import Limits, RoundShape
 
 MAX_NODES = MAX_BUDGET
+SAMPLE_GROUP = {"cpu": 16, "cuda": 256}
+"""Places whose logits exist at once: each group reads the whole head once more, which a GPU feels."""
 CACHE_TOKENS = 16384
 """Slots of a CPU's cache, unless one row needs more. A GPU's is sized by its memory (runtime/plan.py)."""
 PADDED_CPU_LEN = 1024
@@ -50,6 +52,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.method not in (None, "auto", *get_args(Method)):
             raise ValueError(f"method '{self.method}' is unknown: use auto, {', '.join(get_args(Method))}")
+        check_budget(self.budget)
+        check_topk_cap(self.topk_cap)
         if self.birth_test not in get_args(Level):
             raise ValueError(f"birth_test '{self.birth_test}' is unknown: use {', '.join(get_args(Level))}")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -162,6 +166,7 @@ def limits_for(
     run_ahead: int = 0,
     forecast: tuple[Bucket, ...] = (),
     padded_on_cpu: bool = False,
+    device: str = "cpu",
 ) -> Limits:
     """Sizes of the engine's buffers. Raises ValueError for a max_model_len that the model does not have."""
     max_model_len = options.max_model_len
@@ -182,6 +187,7 @@ def limits_for(
         num_pages=2,
         run_ahead=run_ahead,
         forecast=forecast,
+        sample_group=SAMPLE_GROUP[device],
     )
     wanted = options.cache_tokens or min(CACHE_TOKENS, options.max_rows * limits.context)
     return replace(limits, num_pages=1 - (-max(wanted, limits.context) // options.page_size))

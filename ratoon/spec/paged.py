@@ -48,13 +48,21 @@ class PagedAttend:
 class KernelAttend:
     """The same by kernels that read page table, lengths and ancestor bits on the device: no mask, any row's length.
 
-    slot_T int64 [T]: where the places' K/V go; windows, causal: one entry per layer.
+    slot_T int64 [T]: where the places' K/V go; windows, causal: one entry per layer; counters: zeros that outlive the
+    pass (ops/kernels/attention.py), or None.
     """
 
     def __init__(
-        self, cache: Tensor, span: Span, slot_T: Tensor, windows: Sequence[int | None], causal: Sequence[bool]
+        self,
+        cache: Tensor,
+        span: Span,
+        slot_T: Tensor,
+        windows: Sequence[int | None],
+        causal: Sequence[bool],
+        counters: Tensor | None = None,
     ) -> None:
         self.cache, self.span, self.slot_T, self.windows, self.causal = cache, span, slot_T, windows, causal
+        self.counters = counters
 
     def begin(self, rotary: Rotary, position_T: Tensor, dtype: torch.dtype) -> None:
         from ratoon.ops.kernels.rowwise import rotary_table
@@ -77,4 +85,4 @@ class KernelAttend:
             cache,
             self.slot_T,
         )
-        return attend(q_TND, cache, self.span, self.causal[layer], self.windows[layer])
+        return attend(q_TND, cache, self.span, self.causal[layer], self.windows[layer], self.counters)

@@ -97,8 +97,8 @@ class Passes:
             bits_TW=places.bits,
         )
 
-    @staticmethod
     def _kernel_pass(
+        self,
         cache: Tensor,
         position_T: Tensor,
         slot_T: Tensor,
@@ -109,7 +109,9 @@ class Passes:
         """One entry of windows and causal serves all layers."""
         layers = cache.shape[0]
         spread = layers if len(windows) == 1 else 1
-        return Pass(position_T, slot_T, KernelAttend(cache, span, slot_T, windows * spread, causal * spread))
+        counters = self.state.attend_counters
+        attend = KernelAttend(cache, span, slot_T, windows * spread, causal * spread, counters)
+        return Pass(position_T, slot_T, attend)
 
     # ---- by masks ---------------------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ class SeatState:
     start, anchor, limit int64 [S]: tokens 0..start are committed, number `start` is the anchor, no token past
     number limit - 1 is emitted. done bool [S]. budget, topk_cap int64 [S] (cap 0: all ranks). stop_id int64
     [S, E], -1 pads. page_table int32 [S, P], 0 pads. round_number int64 [1] counts launched rounds.
+    attend_counters int32 [NUM_COUNTERS] are zero between the kernels that use them.
     """
 
     start_S: Tensor
@@ -71,6 +72,7 @@ class SeatState:
     stop_id_SE: Tensor
     page_table_SP: Tensor
     round_number: Tensor
+    attend_counters: Tensor
     sampler: SamplerState
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner, Result
 
+from ratoon.cli import app
 from ratoon.core.request import RequestOutput, SamplingParams
 from ratoon.core.tree import Tree
 
@@ -45,6 +47,11 @@ class FakeTokenizer:
         return " ".join(WORDS[i % len(WORDS)] for i in ids)
 
 
+class FakePlan:
+    def describe(self) -> str:
+        return "weights: 2 GB"
+
+
 class FakeEngine:
     """`made` lists every engine of the test; `behaviour` is called with each prompt before it is answered."""
 
@@ -56,7 +63,7 @@ class FakeEngine:
     def __init__(self, model: str, **settings: Any) -> None:
         self.model, self.settings = model, settings
         self.drafter = settings.get("drafter", "auto")
-        self.dtype, self.mode, self.device, self.memory = "float32", "eager", "cpu", None
+        self.dtype, self.mode, self.device, self.memory = "float32", "eager", "cpu", FakePlan()
         self.tokenizer, self.vocab_size = FakeTokenizer(), 100
         self.calls: list[tuple[list[list[int]], SamplingParams]] = []
         self.closed = self.trace_trees = False
@@ -106,7 +113,7 @@ class FakeEngine:
         return {"rounds": self._rounds, "ms_verify": 2.0 * self._rounds, "fallback_eager": 0}
 
     def describe(self) -> str:
-        return f"{self.model} with {self.drafter}"
+        return f"{self.model} with {self.drafter}\n{self.memory.describe()}"
 
     def close(self) -> None:
         self.closed = True
@@ -132,3 +139,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     monkeypatch.setitem(sys.modules, "ratoon.runtime.engine", module)
     monkeypatch.setattr("ratoon.models.hub.resolve", lambda model, progress=None: model)
     return fake
+
+
+def ratoon(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    """One call of the command line, in this process."""
+    return CliRunner().invoke(app, list(arguments), input=stdin, catch_exceptions=False)

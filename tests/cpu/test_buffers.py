@@ -22,7 +22,8 @@ from ratoon.runtime.buffers import (
     sentinel,
 )
 from ratoon.runtime.graphs import GraphKey
-from ratoon.runtime.staging import StagingRing
+from ratoon.runtime.readback import Readback
+from ratoon.runtime.staging import Event, StagingRing
 
 
 def make_table(**changes: Any) -> BufferTable:
@@ -290,6 +291,78 @@ def test_staging_ring_asserts_its_protocol() -> None:
     assert ring.acquire() == 0
     with pytest.raises(ValueError, match="at least one place"):
         StagingRing(0, 16)
+
+
+def test_an_interrupted_fill_is_settled() -> None:
+    table = make_table()
+    table.staging().acquire()
+    with pytest.raises(AssertionError, match="never sent"):
+        table.fill(inputs())
+    table.settle()
+    table.settle()
+    table.fill(inputs(rows=1))
+    assert table["seats"].tolist() == [1, 0, 0, 0, 0]
+
+
+class Clock:
+    """Events of a device that runs behind the host: `done` says how many of its recordings have run."""
+
+    def __init__(self) -> None:
+        self.recorded, self.done, self.waits = 0, 0, []
+
+    def event(self) -> Event:
+        clock = self
+
+        class Recorded:
+            at = 0
+
+            def record(self) -> None:
+                clock.recorded += 1
+                self.at = clock.recorded
+
+            def query(self) -> bool:
+                return clock.done >= self.at
+
+            def synchronize(self) -> None:
+                clock.waits.append(self.at)
+                clock.done = max(clock.done, self.at)
+
+        return Recorded()
+
+
+def test_the_ring_waits_for_the_copy_that_used_its_place_and_for_no_other() -> None:
+    clock = Clock()
+    ring = StagingRing(2, 16, make_event=clock.event)
+    for _ in range(2):
+        ring.sent(ring.acquire())
+    assert clock.waits == [] and ring.num_waits == 0
+    ring.sent(ring.acquire())
+    assert clock.waits == [1] and ring.num_waits == 1, "the second copy is still on its way"
+    clock.done = 3
+    ring.sent(ring.acquire())
+    assert clock.waits == [1]
+
+
+def test_reading_a_result_waits_for_its_round_alone() -> None:
+    clock, ring = Clock(), torch.arange(12).reshape(3, 2, 2)
+    readback = Readback((ring, ring.float()), clock.event)
+    for place in range(3):
+        readback.queue(place, 2)
+    ring[0] = -1  # a later round that writes the same place of the device's ring
+    ints, floats = readback.wait(0, 2)
+    assert clock.waits == [1] and clock.done == 1, "rounds 2 and 3 are still running"
+    assert ints.tolist() == [[0, 1], [2, 3]] and floats.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    readback.queue(0, 1)
+    assert readback.wait(0, 1)[0].tolist() == [[-1, -1]] and clock.waits == [1, 4]
+
+
+def test_results_in_host_memory_are_read_where_they_lie() -> None:
+    ring = torch.zeros(2, 3, 4)
+    readback = Readback((ring,), None)
+    readback.queue(1, 2)
+    ring[1] = 5
+    (found,) = readback.wait(1, 2)
+    assert found.shape == (2, 4) and bool((found == 5).all())
 
 
 def test_consecutive_fills_use_different_host_places() -> None:

@@ -6,23 +6,17 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from ratoon.cli import app
-from ratoon.lab.prompts import Prompt
-from ratoon.lab.record import Cell, measure
 from ratoon.train.train import Event
 from tests.cpu import fake_engine
-from tests.cpu.fake_engine import WORDS, FakeEngine
+from tests.cpu.fake_engine import WORDS, FakeEngine, ratoon
 from tests.cpu.hub_server import HubServer
 
 TEXT = " ".join(WORDS)
@@ -32,10 +26,6 @@ RANDOM = ["bench", "--random-weights", "t.json", "--drafter-config", "d.json"]
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     return fake_engine.install(monkeypatch)
-
-
-def ratoon(*arguments: str, stdin: str | bytes | None = None) -> Result:
-    return CliRunner().invoke(app, list(arguments), input=stdin, catch_exceptions=False)
 
 
 def in_a_child(
@@ -107,14 +97,11 @@ def test_kernels_are_chosen_before_the_engine_is_made(
     assert ratoon("generate", "hello", "--kernels", "triton", "--device", "cpu").exit_code == 0
 
 
-def test_the_memory_plan_is_shown_on_a_gpu(engines: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "memory plan" not in ratoon("generate", "hi", "--stats").stderr
-    plan = type("Plan", (), {"describe": lambda self: "weights: 2 GB"})()
-    monkeypatch.setattr(engines, "memory", property(lambda self: plan, lambda self, value: None), raising=False)
-    monkeypatch.setattr(engines, "device", property(lambda self: "cuda:0", lambda self, value: None), raising=False)
-    assert "memory plan:\nweights: 2 GB" in ratoon("generate", "hi", "--stats").stderr
-    options = ["--prompts", "random:5", "--limit", "1", "--methods", "ar", "--stats"]
-    assert "memory plan:\nweights: 2 GB" in ratoon("bench", *options).stderr
+def test_the_memory_plan_is_shown_with_stats(engines: type[FakeEngine]) -> None:
+    options = ["--prompts", "random:5", "--limit", "1", "--methods", "ar"]
+    for command in (["generate", "hi"], ["bench", *options]):
+        assert "2 GB" not in ratoon(*command).stderr
+        assert "weights: 2 GB" in ratoon(*command, "--stats").stderr
 
 
 def test_plain_decoding_takes_no_drafter(engines: type[FakeEngine]) -> None:
@@ -356,139 +343,6 @@ def test_ctrl_c_cuts_an_answer_and_the_talk_goes_on(engines: type[FakeEngine]) -
     result = ratoon("chat", stdin="hello\nagain\n")
     assert result.exit_code == 0 and "cut short" in result.stdout
     assert [len(ids) for ids in seen] == [1, 1], "the cut turn is forgotten"
-
-
-# -- demo and bench ---------------------------------------------------------------------------------------------------
-
-
-def result_records(stdout: str) -> list[dict]:
-    last = stdout.strip().splitlines()[-1]
-    assert last.startswith("RESULT ")
-    return json.loads(last.removeprefix("RESULT "))["records"]
-
-
-def test_demo_ends_with_one_record_per_method(engines: type[FakeEngine]) -> None:
-    result = ratoon("demo", "--max-tokens", "9")
-    assert result.exit_code == 0
-    records = result_records(result.stdout)
-    assert [r["method"] for r in records] == ["ar", "chain", "tree"]
-    assert all(r["prompts"] == 3 and r["identical_prompts"] == 3 and r["output_tokens"] == 27 for r in records)
-    assert [r["tau"] for r in records] == [1.0, 3.0, 3.0]
-    assert [engine.settings["drafter"] for engine in engines.made] == ["none", "auto"]
-    assert engines.made[1].settings["dtype"] == "float32", "both on what the first one chose"
-    assert all(engine.closed for engine in engines.made)
-    assert "draft tree" in result.stdout and "━" in result.stdout
-
-
-def test_time_to_the_first_token_does_not_count_the_wait_for_a_free_row(engines: type[FakeEngine]) -> None:
-    engines.behaviour = staticmethod(lambda ids: time.sleep(0.05))
-    cell = Cell("tree", 3, 4, concurrency=1, max_tokens=6)
-    prompts = [Prompt(id=str(i), kind="code", text="a b") for i in range(3)]
-    measured = measure(cast(Any, engines("m")), prompts, cell)
-    assert all(0.05 <= ttft_s < 0.1 for ttft_s in measured.ttft_s)
-    assert measured.wall_s >= 0.15 and measured.num_tokens == 18
-
-
-FIELDS = """model drafter method budget topk_cap concurrency mode dtype device prompts output_tokens tok_s speedup_vs_ar
-tau tau_cut tau_no_repeat simulated cut accept_per_position identical_prompts near_tie_prompts mismatched_prompts
-ms_draft ms_build ms_verify ms_accept
-ms_commit ms_draft_build ms_accept_commit ttft_ms fallbacks git_commit versions""".split()  # noqa: SIM905
-
-
-def test_bench_writes_one_record_a_line(engines: type[FakeEngine], tmp_path: Path) -> None:
-    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text('{"prompt": "one two"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
-    arguments = "--methods tree,ar,chain --budgets 3,auto --topk-caps 4,8 --max-tokens 6"
-    result = ratoon("bench", "--prompts", str(prompts), "--json", str(out), *arguments.split())
-    assert result.exit_code == 0, result.stderr
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    cells = [(r["method"], r["budget"], r["topk_cap"]) for r in records]
-    assert cells == [
-        ("ar", 0, None),
-        ("chain", 3, None),
-        ("chain", "auto", None),
-        ("tree", 3, 4),
-        ("tree", 3, 8),
-        ("tree", "auto", 4),
-        ("tree", "auto", 8),
-    ]
-    for row in records:
-        assert set(FIELDS) <= set(row)
-        assert row["ms_verify"] == 2.0 and row["ms_draft"] is None, "what a mode cannot tell is null"
-        assert (row["identical_prompts"], row["mismatched_prompts"]) == (2, 0)
-    assert records[0]["drafter"] is None and records[0]["accept_per_position"] == []
-    assert records[1]["accept_per_position"] == [1.0, 1.0]
-    timed = [params for _, params in engines.made[1].calls if params.max_tokens == 6]
-    assert {(p.method, p.budget, p.topk_cap) for p in timed} == {
-        ("chain", 3, None),
-        ("chain", None, None),
-        *(("tree", budget, cap) for budget in (3, None) for cap in (4, 8)),
-    }
-
-
-def test_bench_counts_what_differs(engines: type[FakeEngine], tmp_path: Path) -> None:
-    engines.wrong_token = 2
-    (tmp_path / "p.jsonl").write_text('{"prompt": "one two"}\n')
-    files = ["--prompts", str(tmp_path / "p.jsonl"), "--json", str(tmp_path / "o")]
-    shown = ratoon("bench", "--methods", "ar,tree", *files).stdout
-    plain, tree = (json.loads(line) for line in (tmp_path / "o").read_text().splitlines())
-    assert plain["mismatched_prompts"] == 0
-    assert (tree["identical_prompts"], tree["near_tie_prompts"], tree["mismatched_prompts"]) == (0, 0, 1)
-    [divergence] = tree["divergences"]
-    assert divergence == {
-        "prompt": "p/1",
-        "verdict": "mismatch",
-        "index": 2,
-        "gap": 1.0,
-        "third_gap": None,
-        "bound": 1e-4,
-    }
-    assert "p/1 differs from token 2 on: mismatch, AR's next best are 1.0000 below" in " ".join(shown.split())
-
-
-def test_bench_reports_tau_cut_at_stop_strings_and_before_repetition(engines: type[FakeEngine], tmp_path: Path) -> None:
-    """Three words a round: 'the shoot that | a plant sends | up after it | was cropped'."""
-    (tmp_path / "p.jsonl").write_text('{"prompt": "one two", "stop": "plant"}\n')
-    files = ["--prompts", str(tmp_path / "p.jsonl"), "--json", str(tmp_path / "o"), "--methods", "tree"]
-    assert ratoon("bench", *files, "--uncut").exit_code == 0
-    engines.loops = True
-    assert ratoon("bench", *files, "--max-tokens", "30").exit_code == 0
-    uncut, looping = (json.loads(line) for line in (tmp_path / "o").read_text().splitlines())
-    assert (uncut["cut"], uncut["tau"], uncut["tau_cut"], uncut["tau_no_repeat"]) == (False, 2.75, 2.5, 2.75)
-    assert (looping["cut"], looping["tau"], looping["tau_cut"]) == (True, 3.0, 3.0)
-    assert looping["tau_no_repeat"] == 3.0, "nine tokens, three rounds"
-    assert [params.stop for _, params in (call for engine in engines.made for call in engine.calls)] == [
-        (),
-        (),
-        (),
-        ("plant",),
-    ]
-
-
-def test_bench_without_ar_compares_nothing(engines: type[FakeEngine], tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "one two"}\n')
-    result = ratoon("bench", "--prompts", str(tmp_path / "p.jsonl"), "--methods", "tree", "--json", "-")
-    row = json.loads(result.stdout)
-    assert row["speedup_vs_ar"] is None and row["identical_prompts"] is None
-    assert "tau" in result.stderr, "the table leaves standard output to the records"
-
-
-def test_each_graphs_choice_is_a_mode(engines: type[FakeEngine], tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "one two"}\n')
-    options = "--methods tree --graphs on,off,auto --concurrency 2"
-    ratoon("bench", "--prompts", str(tmp_path / "p.jsonl"), *options.split())
-    assert [e.settings["mode"] for e in engines.made] == ["graph", "eager", "auto"]
-    assert {e.settings["max_rows"] for e in engines.made} == {2}
-
-
-def test_bench_hands_engine_settings_over(engines: type[FakeEngine]) -> None:
-    options = "--prompts random:9 --limit 2 --methods ar,tree --max-model-len 64 --run-ahead 1 --birth-test off"
-    assert ratoon("bench", *options.split()).exit_code == 0
-    for engine in engines.made:
-        assert {"max_model_len": 64, "run_ahead": 1, "birth_test": "off"}.items() <= engine.settings.items()
-        assert all(len(ids) == 9 and max(ids) < 100 for prompts, _ in engine.calls for ids in prompts)
-    plain, tree = (engine.calls[-1][0] for engine in engines.made)
-    assert plain == tree and plain[0] != plain[1], "every method gets the same random prompts"
 
 
 # -- train ------------------------------------------------------------------------------------------------------------

@@ -94,6 +94,27 @@ def test_bench_finds_no_difference_between_methods_and_rows(pair: tuple[Path, Pa
         assert row["tau"] >= 1 and row["fallbacks"] == 0
 
 
+@pytest.mark.parametrize("acceptance", [["--simulate"], ["--simulate-tau", "2.5"], []])
+def test_bench_measures_random_weights_of_a_shape(
+    pair: tuple[Path, Path], tmp_path: Path, acceptance: list[str]
+) -> None:
+    target, drafter = (folder / "config.json" for folder in pair)
+    methods = "ar,chain" if "--simulate-tau" in acceptance else "ar,chain,tree"
+    options = f"--methods {methods} --budgets 3 --prompts random:8 --limit 8 --max-tokens 40 --max-model-len 900"
+    shapes = ["--random-weights", str(target), "--drafter-config", str(drafter), "--json", str(tmp_path / "o")]
+    result = CliRunner().invoke(app, ["bench", *shapes, *acceptance, *options.split(), "--dtype", "float32"])
+    assert result.exit_code == 0, result.stderr
+    plain, *drafted = (json.loads(line) for line in (tmp_path / "o").read_text().splitlines())
+    assert plain["tau"] == 1.0 and plain["output_tokens"] == 8 * 40
+    for row in drafted:
+        assert row["output_tokens"] == 8 * 40 and row["speedup_vs_ar"] > 0
+        if acceptance:
+            assert row["identical_prompts"] is None and row["simulated"] in ("table", 2.5)
+            assert 2.0 < row["tau"] < 3.5
+        else:
+            assert row["identical_prompts"] + row["near_tie_prompts"] == 8 and row["simulated"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

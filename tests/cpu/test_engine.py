@@ -18,7 +18,8 @@ from ratoon.ops import sample
 from ratoon.runtime import chooser as chooser_module
 from ratoon.runtime import engine as engine_module
 from ratoon.runtime.engine import Engine, StreamEvent
-from ratoon.runtime.text import Tokenizer
+from ratoon.runtime.staging import StagingRing
+from ratoon.runtime.text import Detokenizer, Tokenizer
 from ratoon.spec.budget import BudgetPolicy, CostTable, Curve
 from tests.cpu import toy
 from tests.cpu.engines import FREE, MAX_LEN, METHODS, NUM, PROMPTS, Maker, check_idle, check_texts, target, text_of
@@ -160,6 +161,15 @@ def test_parameters_default_to_greedy(make: Maker) -> None:
     (output,) = make().generate((9,))
     want = dense_text(target(), Ask((9,), 128, stop_ids=(toy.EOS,))).tokens
     assert list(output.token_ids) == want[: MAX_LEN - 1]
+
+
+def test_no_text_is_made_before_somebody_reads_it(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without stop strings a request that is not streamed is detokenised once."""
+    engine, calls = make(), []
+    real = Detokenizer.put
+    monkeypatch.setattr(Detokenizer, "put", lambda self, ids: calls.append(list(ids)) or real(self, ids))
+    (output,) = engine.generate(PROMPTS[0], FREE)
+    assert calls == [list(output.token_ids)] and output.text == engine.tokenizer.decode(output.token_ids)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
@@ -349,6 +359,29 @@ def test_ctrl_c_leaves_the_engine_usable(
     monkeypatch.setattr(owner, step, interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, FREE)
+    monkeypatch.undo()
+    check_idle(engine)
+    check_texts(engine.generate(PROMPTS[2:4], FREE), PROMPTS[2:4])
+
+
+@pytest.mark.parametrize("mode", ["static", "graph"])
+@pytest.mark.parametrize("number", [1, 2, 3, 6])
+def test_ctrl_c_inside_a_fill_leaves_the_engine_usable(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, mode: str, number: int
+) -> None:
+    """Between the staging ring's `acquire` and `sent`: of a join, a round's seats, a later join."""
+    engine = make(mode=mode, run_ahead=1, max_rows=2, max_model_len=48, budget=3, birth_test="off")
+    real, calls = StagingRing.sent, []
+
+    def interrupted(ring: StagingRing, index: int) -> None:
+        calls.append(index)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        real(ring, index)
+
+    monkeypatch.setattr(StagingRing, "sent", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS[:3], FREE)
     monkeypatch.undo()
     check_idle(engine)
     check_texts(engine.generate(PROMPTS[2:4], FREE), PROMPTS[2:4])

@@ -17,6 +17,8 @@ from ratoon.runtime.birth import check_births
 from ratoon.runtime.buffers import ContractError
 from ratoon.runtime.emulator import BakedTensorError
 from ratoon.runtime.graphs import BirthError
+from ratoon.spec import round as round_module
+from ratoon.spec.passes import Passes
 from tests.cpu.toy import Ask, Bench, Seat, make_drafter, make_target
 
 NODES = 7
@@ -127,12 +129,53 @@ def test_fault_a5_host_number_is_found_at_birth() -> None:
         check_births(bench.runner, bench.runner.shapes, "quick")
 
 
+def test_fault_a5_host_number_that_sampled_rows_alone_feel(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, healthy = iter(range(10**6)), round_module.sample_places
+
+    def baked(hidden_TH: Tensor, logits: Any, state: Any, seat_T: Tensor, position_T: Tensor, *args: Any, **kw: Any):
+        return healthy(hidden_TH, logits, state, seat_T, position_T + next(rounds), *args, **kw)
+
+    monkeypatch.setattr(round_module, "sample_places", baked)
+    bench = sick_bench(captured=((2, 3, "general"), (2, 3, "argmax")))
+    with pytest.raises(BirthError, match=r"rows=2 places=8.*general"):
+        check_births(bench.runner, bench.runner.shapes, "quick")
+
+
+def test_fault_a5_host_number_in_prefill_is_found_at_birth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a chunk begins, as a Python number."""
+    begins, healthy = iter([8, 8]), Passes.chunk  # warm-up and capture
+
+    def baked(passes: Passes, cache: Tensor, seat_R: Tensor, base_R: Tensor, width: int, context: int) -> Any:
+        begin = next(begins, None)
+        return healthy(
+            passes, cache, seat_R, base_R if begin is None else torch.full_like(base_R, begin), width, context
+        )
+
+    monkeypatch.setattr(Passes, "chunk", baked)
+    shapes = [(1, 0, "argmax")]
+    bench = Bench(make_target(), make_drafter(), "graph", rows=2, nodes=15, max_len=120, captured=shapes)
+    assert bench.runner.chunks == (128,) and next(begins, None) is None
+    with pytest.raises(BirthError, match=r"prefill\[rows=1 places=128"):
+        check_births(bench.runner, (), "quick")
+
+
+def test_birth_tests_report_their_progress() -> None:
+    bench, told = sick_bench(captured=((1, 0, "argmax"), (1, 3, "argmax"), (2, 3, "argmax"), (1, 0, "general"))), []
+    check_births(bench.runner, bench.runner.shapes, "quick", lambda done, total: told.append((done, total)))
+    assert told == [(1, 3), (2, 3), (3, 3)], "the ends of argmax, and the one general"
+
+
 def test_birth_test_passes_the_real_round_and_gives_back_clean_seats() -> None:
     bench = sick_bench(captured=((1, NODES, "argmax"), (2, 3, "general"), (1, 0, "argmax")))
     assert check_births(bench.runner, bench.runner.shapes, "full") > 0
     assert bool(bench.runner.state.done_S.all())
     assert not bool(bench.runner.table["cache"].any())
     assert check_births(bench.runner, bench.runner.shapes, "off") == 0
+
+
+def test_birth_test_passes_a_sound_prefill() -> None:
+    bench = Bench(make_target(), make_drafter(), "graph", rows=1, nodes=15, max_len=120, captured=((1, 0, "argmax"),))
+    assert check_births(bench.runner, (), "full") == 18, "three cases, three poisons, twice"
 
 
 def test_fault_a9_page_0_made_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from ratoon.core.request import SamplingParams
+from ratoon.core.request import SamplerKind, SamplingParams
 from ratoon.ops import penalties, sample
 from ratoon.ops.sample import SamplerState
 from tests.cpu.sampling import (
@@ -65,6 +65,24 @@ def test_ties_at_a_filter_edge(options: dict[str, float], survivors: list[int]) 
     state = state_for(7, [SamplingParams(temperature=1.0, **options)])  # type: ignore[arg-type]
     kept_TV = sample.process_logits(x_V.unsqueeze(0), state, *places(1)[::2])
     assert kept_TV[0].isfinite().nonzero().flatten().tolist() == survivors
+
+
+def test_a_broken_row_spoils_no_other() -> None:
+    """A NaN has no order: the row may keep anything, the others what they keep alone."""
+    rows = [SamplingParams(temperature=1.0, top_k=9, top_p=0.8, min_p=0.1)] * 3
+    x_TV = random_logits(3, 50)
+    x_TV[0, 7] = math.nan
+    x_TV[1] = -math.inf
+    seat_T, position_T, path_TD = places(3)
+    ours_TV = sample.process_logits(x_TV, state_for(50, rows), seat_T, path_TD)
+    assert torch.equal(ours_TV[2:], hugging_face(x_TV[2:], rows[2]))
+    kinds: tuple[SamplerKind, ...] = ("nucleus", "narrow", "general")
+    for kind in kinds:
+        token_T = sample.draw(x_TV, state_for(50, rows), seat_T, position_T, kind).token_T
+        assert ((token_T >= 0) & (token_T < 50)).all()
+
+
+# ---- penalties ---------------------------------------------------------------------------------------------
 
 
 def test_repetition_penalty_equals_hugging_face() -> None:

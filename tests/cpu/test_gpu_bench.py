@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,7 @@ def toy_run(folder: Path, *more: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("piece", ["limits", "smollm2-rounds", "qwen3-8b-stages", "qwen3-8b-c2"])
 def test_a_piece_runs_on_a_toy_shape(piece: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_bench, "WARM_ROUNDS", 2)
+    monkeypatch.setattr(gpu, "TOY", replace(gpu.TOY, contexts=(8,)))
     lines = toy_run(tmp_path, "--piece", piece)
     assert [line.get("error") for line in lines] == [None] * len(gpu.pieces(gpu.Bench(gpu.TOY, 0, ""))[piece])
     assert {line["commit"] for line in lines} == {"abc"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -18,9 +18,12 @@ from ratoon.core.request import SamplingParams
 from ratoon.models.decoder import Decoder
 from ratoon.models.dflash import DFlash
 from ratoon.ops import sample
-from ratoon.runtime.costs import measure_costs
+from ratoon.runtime import prefill as prefill_module
+from ratoon.runtime.costs import measure_costs, measure_rounds
 from ratoon.runtime.graphs import first_difference
+from ratoon.runtime.prefill import chunk_sizes, chunks
 from ratoon.runtime.runner import Mode
+from ratoon.spec.state import RoundShape
 from tests.cpu import toy
 from tests.cpu.toy import Ask, Bench, Prophet, Text, assert_same_text, dense_text
 
@@ -278,6 +281,80 @@ def test_a_difference_would_be_seen() -> None:
     assert [each.split("'")[1] for each in differences(*pair)] == ["seat.start_S", "draft_cache"]
 
 
+# ---- joins ------------------------------------------------------------------------------------------------
+
+TENANTS = (
+    SamplingParams(temperature=0.7, top_k=12, top_p=0.9, min_p=0.1, seed=2**64 - 3, sample_index=2),
+    SamplingParams(repetition_penalty=1.3, presence_penalty=-0.5, frequency_penalty=0.25, logit_bias={3: 2.5, 0: -1.0}),
+    SamplingParams(),
+)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_record_writes_what_a_request_is(mode: Mode) -> None:
+    """Each tenant after another one on the same seat, held against the sampler's own writer."""
+    used = Bench(target(), prophet(), mode, nodes=15, page_size=4)
+    state, vocab = used.runner.state, target().config.vocab_size
+    for params in (*TENANTS, *reversed(TENANTS)):
+        seed, prompt, pages = params.seed or 5, (7, 7, 3, 47), [9, 4, 11]
+        used.runner.join(2, prompt, pages, params, (4, 40), seed, 30, 6, 3)
+        want = sample.SamplerState.allocate(1, vocab, state.sampler.bias_token_SB.shape[1], penalties=True)
+        sample.write_seat(want, 0, params, torch.tensor(prompt), seed)
+        if not params.has_penalties:
+            want.prompt_seen_SV.zero_()  # nobody reads it
+        for field in fields(want):
+            found = getattr(state.sampler, field.name)[2]
+            assert torch.equal(found, getattr(want, field.name)[0]), f"{field.name} of {params}"
+        scalars = (state.start_S, state.anchor_S, state.limit_S, state.budget_S, state.topk_cap_S, state.done_S)
+        assert [x[2].item() for x in scalars] == [3, 47, 30, 6, 3, False]
+        assert state.stop_id_SE[2, :3].tolist() == [4, 40, -1]
+        assert state.page_table_SP[2, :4].tolist() == [9, 4, 11, 0]
+        assert bool(state.done_S[[0, 1, 3, 4]].all()), "nobody else was seated"
+        state.sampler.output_count_SV[2, 5] = 9  # what rounds leave behind
+        used.runner.stop(2)
+        assert bool(state.done_S[2])
+
+
+# ---- prefill in chunks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 16), (3, 8, 32)])
+def test_chunks_cover_every_position_once_and_stay_in_the_context(sizes: tuple[int, ...]) -> None:
+    for begin, end, context in itertools.product(range(0, 40, 3), range(1, 50, 4), (50, 61)):
+        made = list(chunks(begin, end, sizes, context))
+        covered = [position for chunk in made for position in range(max(chunk.base, begin), chunk.end)]
+        assert sorted(set(covered)) == list(range(begin, end))
+        for chunk in made:
+            assert chunk.size in sizes and 0 <= chunk.base < chunk.end <= chunk.base + chunk.size <= context
+        assert sum(chunk.size for chunk in made) <= max(1.5 * (end - begin), 0) + sizes[0], "little is surplus"
+
+
+def test_chunk_sizes_are_those_that_a_prompt_can_fill() -> None:
+    assert chunk_sizes(100, 160) == (128,) and chunk_sizes(129, 300) == (128,)
+    assert chunk_sizes(600, 700) == (128, 512) and chunk_sizes(4096, 4224) == (128, 512, 2048)
+    assert chunk_sizes(40, 48) == (), "no chunk fits: prefill goes in exact sizes"
+
+
+@pytest.mark.parametrize("mode", ["static", "graph"])
+def test_padded_prefill_is_exact_prefill(mode: Mode) -> None:
+    """Prompts that need several chunks, the last of which would reach past the context."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill_module, "CHUNKS", (8, 32))
+        padded = Bench(target(), prophet(), mode, nodes=7, page_size=4, max_len=60)
+    exact = Bench(target(), prophet(), nodes=7, page_size=4, max_len=60)
+    assert padded.runner.chunks == (8, 32) and exact.runner.chunks == ()
+    for length in (1, 2, 9, 31, 44, 59):
+        ask = Ask(tuple((5 * i + 3) % 48 for i in range(length)), num=1)
+        seats = [bench.join(ask) for bench in (padded, exact)]
+        for name in ("cache", "draft_cache"):
+            slots = [page * 4 + slot for page in seats[0].pages for slot in range(4)][: length - 1]
+            found, want = (bench.runner.table[name][:, slots] for bench in (padded, exact))
+            torch.testing.assert_close(found, want, atol=2e-5, rtol=1e-4)
+        for bench, seat in zip((padded, exact), seats, strict=True):
+            bench.leave(seat)
+    padded.runner.table.check_dummies()
+
+
 # ---- results under lag ------------------------------------------------------------------------------------
 
 
@@ -345,6 +422,33 @@ def test_measuring_costs_touches_the_dummy_alone() -> None:
     for bench, seat in zip(pair, seats, strict=True):
         bench.finish([seat])
         assert seat.text.tokens == text_of(PROMPTS[2]).tokens
+
+
+def test_captured_rounds_are_measured_and_only_they_are_choices() -> None:
+    shapes = [(1, 0, "argmax"), (1, 3, "argmax"), (4, 0, "argmax"), (4, 0, "general")]
+    used = Bench(target(), prophet(8), "graph", nodes=15, page_size=4, forecast=((4, 3), (8, 3)), captured=shapes)
+    seat = used.join(Ask(PROMPTS[0], budget=3))
+    before = int(used.runner.state.round_number)
+    table = measure_rounds(used.runner, "argmax", repeats=1)
+    assert int(used.runner.state.round_number) == before
+    assert 0 < table.round_ms(1, (8, 3)) < float("inf") and table.round_ms(3, (0, 0)) == table.round_ms(4, (0, 0)) > 0
+    assert {table.round_ms(1, (4, 3)), table.round_ms(2, (8, 3))} == {float("inf")}
+    assert measure_rounds(used.runner, "general", repeats=1).round_ms(1, (8, 3)) == float("inf")
+    used.finish([seat])
+    assert seat.text.tokens == text_of(PROMPTS[0]).tokens
+
+
+def test_fall_backs_are_counted_by_name() -> None:
+    shapes = [(1, 3, "argmax"), (1, 0, "argmax"), (4, 7, "general"), (4, 0, "general")]
+    used = Bench(target(), prophet(8), "graph", nodes=15, page_size=4, captured=shapes)
+    fit, count = used.runner.fit, used.runner.fallbacks
+    count.clear()
+    assert fit(RoundShape(1, 3, 8, 2, "argmax")).places == 4 and not +count
+    assert fit(RoundShape(1, 3, 4, 2, "argmax")).block == 8 and +count == {"fallback_longer_block": 1}
+    assert fit(RoundShape(1, 4, 8, 3, "plain")).rows == 4 and count["fallback_more_rows"] == 1
+    assert fit(RoundShape(2, 8, 8, 3, "argmax")) == RoundShape(2, 8, 8, 6, "argmax")
+    assert fit(RoundShape(1, 9, 4, 8, "argmax")).rows == 1 and count["fallback_no_graph"] == 2
+    assert fit(RoundShape(1, 1, 0, 0, "argmax")).block == 0, "a plain round drafts nothing"
 
 
 # ---- what the runner shows --------------------------------------------------------------------------------

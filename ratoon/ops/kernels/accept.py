@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ratoon.ops.accept import ID_KINDS, REAL_KINDS, SCALARS, AcceptedRows, Ring, Seats
+from ratoon.ops.kernels.tree import pow2
 from ratoon.ops.launch import launch
 from ratoon.ops.sample import Draw
 from ratoon.ops.tree import Places
@@ -39,7 +40,7 @@ def finite_rows(hidden_TH: Tensor) -> Tensor:
     """Twin of ops/accept.py `finite_rows`: one program per place."""
     num_places, width = hidden_TH.shape
     finite_T = torch.empty(num_places, dtype=torch.bool, device=hidden_TH.device)
-    block = max(triton.next_power_of_2(width), 32)
+    block = pow2(width, 32)
     launch(_finite, (num_places,), hidden_TH.contiguous(), finite_T, WIDTH=width, BLOCK=block, num_warps=_warps(block))
     return finite_T
 
@@ -209,10 +210,10 @@ def accept_rows(
         RING=ring.ints.shape[0] if ring else 1,
         DEPTH=depth,
         # Whole warps, so that a step's reduction is one instruction.
-        SLOTS=max(triton.next_power_of_2(most), 32),
-        STEPS=max(triton.next_power_of_2(max(width, depth)), 16),
-        STOP_SLOTS=max(triton.next_power_of_2(stop_ids.shape[1]), 2),
-        MASS_SLOTS=max(triton.next_power_of_2(masses), 2),
+        SLOTS=pow2(most, 32),
+        STEPS=pow2(max(width, depth), 16),
+        STOP_SLOTS=pow2(stop_ids.shape[1], 2),
+        MASS_SLOTS=pow2(masses, 2),
         num_warps=1,
     )
     # In the launch, one row could count the round before another one has read its number.
@@ -249,11 +250,11 @@ def move(cache: Tensor, source_RD: Tensor, target_RD: Tensor) -> None:
     layers, num_slots = cache.shape[:2]
     num_rows, width = source_RD.shape
     elements = cache[0, 0].numel()
-    steps = max(triton.next_power_of_2(width), 2)
-    block = min(triton.next_power_of_2(elements), max(_TILE // steps, 32))
+    steps = pow2(width, 2)
+    block = min(pow2(elements), max(_TILE // steps, 32))
     launch(
         _move,
-        (num_rows, layers, triton.cdiv(elements, block)),
+        (num_rows, layers, -(-elements // block)),
         *(cache, source_RD.contiguous(), target_RD.contiguous(), num_slots),
         WIDTH=width,
         ELEMENTS=elements,

@@ -24,8 +24,6 @@ from ratoon.ops.attention import Span
 from ratoon.ops.kernels.merge import MAX_SPLITS, merge, merge_ranges
 from ratoon.ops.launch import launch
 
-NUM_COUNTERS = 1024
-"""int32 counters that `attend` may use: tiles times K/V heads where keys are split."""
 
 _PROGRAMS = 264  # two for each of 132 multiprocessors
 _LOG2_E = 1.4426950408889634
@@ -133,13 +131,13 @@ def _find_row(tile, row_start, rows, G: tl.constexpr, M: tl.constexpr, MOST_ROWS
     return found, first_place, count, first_query
 
 
-_RUNTIME = ["rows", "width", "num_pages", "words", "splits", "queries", "scale"]
+_RUNTIME = ["rows", "width", "num_pages", "words", "bits_stride", "splits", "queries", "scale"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def attend_kernel(
     q, cache, out, part, lse, counters, seat_R, base, page_table, row_start, depth_T, bits_TW,
-    rows, width, num_pages, words, splits, queries, scale,
+    rows, width, num_pages, words, bits_stride, splits, queries, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
     M: tl.constexpr, B: tl.constexpr, SHORTEST: tl.constexpr, MOST_ROWS: tl.constexpr,
     PACKED: tl.constexpr, BY_ROW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -151,7 +149,8 @@ def attend_kernel(
     tile = tl.program_id(0) // KV_HEADS
     split = tl.program_id(1)
     if PACKED:
-        row, first_place, count, first_query = _find_row(tile, row_start, rows, G, M, MOST_ROWS)
+        found = _find_row(tile, row_start, rows, G, M, MOST_ROWS)
+        row, first_place, count, first_query = found  # pyright: ignore[reportGeneralTypeIssues]
     else:
         # The last tile of a chunk has the most keys, so it goes first.
         tiles = (width * G + M - 1) // M
@@ -210,7 +209,7 @@ def attend_kernel(
     depth_M = local_M
     if PACKED and WINDOW is not None:
         depth_M = tl.load(depth_T + place_M, mask=live_M, other=0).to(tl.int32)
-    bits_M = bits_TW + place_M * words
+    bits_M = bits_TW + place_M * bits_stride
     keys = cache + head * D
     acc = tl.zeros([M, PADDED], dtype=tl.float32)
     total = tl.zeros([M], dtype=tl.float32)
@@ -253,7 +252,8 @@ def attend_kernel(
 @dataclass(frozen=True)
 class Tiling:
     """Sizes of one launch. queries: of a tile (M), keys: of a block (B), splits: most ranges of a row's keys,
-    shortest: keys below which a range is not split, a multiple of `keys`."""
+    shortest: keys below which a range is not split, a multiple of `keys`. counted: the last range of a tile to finish
+    merges them all (where counters are given); one program should not have to read large tiles of many ranges alone."""
 
     queries: int
     keys: int
@@ -261,34 +261,44 @@ class Tiling:
     shortest: int
     num_warps: int
     num_stages: int
+    counted: bool = True
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_2(a: int) -> int:
+    """The lowest that is at least a."""
+    return 1 << (a - 1).bit_length()
 
 
 def choose_tiling(
     rows: int, places: int, group: int, kv_heads: int, head_dim: int, context: int, *, packed: bool, itemsize: int
 ) -> Tiling:
     """Tiles for the average row, and enough ranges to fill a GPU that few rows would leave idle."""
-    folded = triton.next_power_of_2(triton.cdiv(places, rows) * group)
+    folded = _power_of_2(_ceil_div(places, rows) * group)
     narrow = head_dim <= 64
     if itemsize > 2:
-        queries, keys, warps, stages = (16 if folded <= 16 else 32), 32, 4, 2
+        queries, keys, warps, stages = (32 if folded > 16 and narrow else 16), 32, 4, 2
     else:
         large = head_dim <= 128 and places * group * kv_heads >= 128 * _PROGRAMS // 2
         queries = min(max(folded, 16), 128 if large else 64)
         keys = 128 if narrow and queries <= 32 and not packed else 64
         warps = 8 if queries * head_dim > 64 * 128 else 4
         stages = 3 if head_dim <= 128 else 2
-    programs = max(rows, triton.cdiv(places * group, queries)) * kv_heads
+    programs = max(rows, _ceil_div(places * group, queries)) * kv_heads
     wanted = _PROGRAMS * 2 if queries <= 32 else _PROGRAMS // 2
     shortest = 128
-    splits = max(1, min(wanted // programs, triton.cdiv(context, shortest), MAX_SPLITS))
-    return Tiling(queries, keys, splits, shortest, warps, stages)
+    splits = max(1, min(wanted // programs, _ceil_div(context, shortest), MAX_SPLITS))
+    return Tiling(queries, keys, splits, shortest, warps, stages, counted=queries * head_dim <= 64 * 64)
 
 
 def num_tiles(rows: int, places: int, group: int, queries: int, packed: bool) -> int:
     """Tiles that R rows can need, whatever their sizes; packed ones also cover the surplus places."""
     if packed:
         return places * group // queries + rows + 1
-    return rows * triton.cdiv(places // rows * group, queries)
+    return rows * _ceil_div(places // rows * group, queries)
 
 
 def attend(
@@ -302,7 +312,7 @@ def attend(
     a tree's positions are base + depth. Surplus places get 0. Reference: `ops.attention.paged_attention`.
 
     buffers: int32 [NUM_COUNTERS], zero before the first use and after every use, shared by launches of one stream: with
-    it the last range of a tile to finish merges them all; without it the merge is a launch of its own.
+    it small tiles are merged by the last of their ranges to finish; without it the merge is a launch of its own.
     """
     (places, heads, head_dim), kv_heads, rows = q_TND.shape, cache_S2KD.shape[2], span.seat_R.shape[0]
     tiling = choose_tiling(
@@ -332,44 +342,56 @@ def attend_tiled(
     kv_heads, rows = cache_S2KD.shape[2], span.seat_R.shape[0]
     assert q_TND.is_contiguous() and cache_S2KD.is_contiguous() and span.page_table_SP.is_contiguous()
     packed = _is_packed(span, places)
-    alone = span.row_start is not None and not packed
     tiles = num_tiles(rows, places, heads // kv_heads, tiling.queries, packed)
-    queries, split = places * heads, tiling.splits > 1
+    queries, split, padded = places * heads, tiling.splits > 1, _power_of_2(head_dim)
+    if not (split and tiling.counted):
+        counters = None
     assert tiling.splits <= MAX_SPLITS and tiling.shortest % tiling.keys == 0 and (not packed or tiling.keys <= 64)
-    assert counters is None or not split or counters.numel() >= tiles * kv_heads
+    assert counters is None or counters.numel() >= tiles * kv_heads
     out = torch.empty((places, heads * head_dim), dtype=q_TND.dtype, device=q_TND.device)
     scratch = (tiling.splits, queries) if split else (1, 1)
     part = torch.empty((*scratch, head_dim), dtype=torch.float32, device=q_TND.device)
     lse = torch.empty(scratch, dtype=torch.float32, device=q_TND.device)
-    unused = span.seat_R  # stands in for tensors that this launch does not read
+    tree, words, bits_stride = _tree_tensors(span, packed)
     launch(
         attend_kernel,
         (tiles * kv_heads, tiling.splits),
-        *(q_TND, cache_S2KD, out, part, lse, unused if counters is None else counters),
-        *(span.seat_R, span.base_S if span.base_R is None else span.base_R, span.page_table_SP),
-        *(span.row_start if packed else unused, span.depth_T if packed else unused),
-        span.bits_TW if packed else unused,
-        *(rows, places // rows, span.page_table_SP.shape[1], span.bits_TW.shape[1] if packed else 0),
+        *(q_TND, cache_S2KD, out, part, lse, lse if counters is None else counters),
+        *(span.seat_R, span.base_S if span.base_R is None else span.base_R, span.page_table_SP, *tree),
+        *(rows, places // rows, span.page_table_SP.shape[1], words, bits_stride),
         *(tiling.splits, queries, head_dim**-0.5 * _LOG2_E),
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
-        PADDED=triton.next_power_of_2(head_dim),
+        PADDED=padded,
         PAGE=span.page_size,
         M=tiling.queries,
         B=tiling.keys,
         SHORTEST=tiling.shortest,
-        MOST_ROWS=max(triton.next_power_of_2(rows + 1), 32) if packed else 32,
+        MOST_ROWS=max(_power_of_2(rows + 1), 32) if packed else 32,
         PACKED=packed,
         BY_ROW=span.base_R is not None,
-        CAUSAL=causal or alone,
+        # A row's only place sees itself, whatever the layer's kind.
+        CAUSAL=causal or (span.row_start is not None and not packed),
         WINDOW=window,
         SPLIT=split,
         COUNTED=counters is not None,
-        BATCH=8 if tiling.queries == 16 else 2,
+        BATCH=8 if tiling.queries * padded <= 16 * 128 else 4,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
     if split and counters is None:
         merge(part, lse, out)
     return out
+
+
+def _tree_tensors(span: Span, packed: bool) -> tuple[tuple[Tensor, Tensor, Tensor], int, int]:
+    """(row_start, depth, bits), words of bits, and their distance from place to place."""
+    if not packed:
+        unread = span.seat_R
+        return (unread, unread, unread), 0, 0
+    assert span.row_start is not None and span.depth_T is not None and span.bits_TW is not None
+    # Build hands over a view of a buffer for the largest tree, whose rows are longer than `words`.
+    words, (stride, step) = span.bits_TW.shape[1], span.bits_TW.stride()
+    assert step == 1 or words == 1
+    return (span.row_start, span.depth_T, span.bits_TW), words, stride

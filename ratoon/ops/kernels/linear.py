@@ -54,6 +54,8 @@ def plan(num_places: int, out_size: int, in_size: int, gated: bool, normed: bool
     """The tile for a product [num_places, in_size] x [out_size, in_size]^T; None: the library is faster."""
     if dtype == torch.float32:
         return Tile(16, 32, 32, 3) if num_places <= 64 else None
+    if normed:
+        return None
     if out_size * in_size * dtype.itemsize < _SMALL_BYTES:
         return _small_tile(num_places, out_size, in_size)
     if num_places <= 16:

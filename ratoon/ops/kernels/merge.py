@@ -73,6 +73,6 @@ def merge_kernel(
 def merge(part_SQD: Tensor, lse_SQ: Tensor, out: Tensor) -> None:
     """Writes all of out, [Q, D] in any shape and dtype, from float32 partial outputs."""
     splits, queries, head_dim = part_SQD.shape
-    grid = (triton.cdiv(queries, _QUERIES),)
-    sizes = dict(D=head_dim, PADDED=triton.next_power_of_2(head_dim), M=_QUERIES, SPLITS=MAX_SPLITS)
+    grid = (-(-queries // _QUERIES),)
+    sizes = dict(D=head_dim, PADDED=1 << (head_dim - 1).bit_length(), M=_QUERIES, SPLITS=MAX_SPLITS)
     launch(merge_kernel, grid, part_SQD, lse_SQ, out, splits, queries, **sizes, num_warps=4, num_stages=1)

@@ -65,7 +65,7 @@ def three_chunks(peak_NC, row, num_chunks: tl.constexpr, CP: tl.constexpr):
     """Numbers [4] of the three chunks of a row with the best peaks; the last is none."""
     chunk_C = tl.arange(0, CP)
     peak_C = tl.load(peak_NC + row.to(tl.int64) * num_chunks + chunk_C, mask=chunk_C < num_chunks, other=LOW)
-    first, second, third = best_three(pair(peak_C, chunk_C))
+    first, second, third = best_three(pair(peak_C, chunk_C))  # pyright: ignore[reportGeneralTypeIssues]
     place = tl.arange(0, 4)
     best = tl.where(place == 0, first, tl.where(place == 1, second, third))
     return tl.where(place < 3, number_of(best), CP)

@@ -53,7 +53,7 @@ def _scan(
     num_narrow: tl.constexpr = (V + NARROW - 1) // NARROW
     num_middle: tl.constexpr = (V + MIDDLE - 1) // MIDDLE
     narrow_X = part * (TILE // NARROW) + tl.arange(0, TILE // NARROW)
-    x_XW, inside_XW = load_ids(x_NV, row, tile_ids(narrow_X, NARROW), V)
+    x_XW, inside_XW = load_ids(x_NV, row, tile_ids(narrow_X, NARROW), V)  # pyright: ignore[reportGeneralTypeIssues]
     peak_X = tl.max(tl.where(inside_XW, sortable(x_XW), LOW), axis=1)
     tl.store(narrow_NX + row.to(tl.int64) * num_narrow + narrow_X, peak_X, mask=narrow_X < num_narrow)
     middle_X = part * (TILE // MIDDLE) + tl.arange(0, TILE // MIDDLE)
@@ -70,16 +70,16 @@ def _scan(
 def _normaliser(largest_S, total_S):
     """log-sum-exp of a row from its programs' shares."""
     largest = _finite(tl.max(largest_S, axis=0))
-    return largest + tl.log(tl.sum(total_S * tl.exp(_finite(largest_S) - largest), axis=0))
+    return largest + tl.log(tl.sum(total_S * tl.exp(largest_S - largest), axis=0))
 
 
 @triton.jit
 def _best(pair_X, KP: tl.constexpr):
     """The KP largest of distinct pairs, in order."""
-    if pair_X.shape[0] > 128:
+    if pair_X.shape[0] > 64:
         best_K = tl.topk(pair_X, KP)
     else:
-        # Counting who is before whom has no chain of steps; longer lists would not fit into registers.
+        # Counting who is before whom has no chain of steps; longer lists would fill the registers.
         rank_X = tl.sum((pair_X[:, None] > pair_X[None, :]).to(tl.int32), axis=0)
         best_K = tl.sum(tl.where(rank_X[:, None] == tl.arange(0, KP)[None, :], pair_X[:, None], 0), axis=0)
     return best_K

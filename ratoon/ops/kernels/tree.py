@@ -29,8 +29,9 @@ _ZERO_MASS = tl.constexpr(-2139095041)
 _LAST = tl.constexpr(2**31 - 1)
 
 
-def _pow2(number: int, least: int = 1) -> int:
-    return max(triton.next_power_of_2(number), least)
+def pow2(number: int, least: int = 1) -> int:
+    """The next power of two, or `least` where that is more."""
+    return max(1 << max(number - 1, 0).bit_length(), least)
 
 
 # ---- build ------------------------------------------------------------------------------------------------
@@ -121,8 +122,8 @@ def build_trees(logprob_RLK: Tensor, token_RLK: Tensor, budget_R: Tensor, cap_R:
         NODES=max_nodes,
         BITS=max_nodes.bit_length(),
         # A whole warp of slots, so that its reductions are one instruction each.
-        SLOTS=_pow2(max_nodes + 1, 32),
-        TABLE=min(_pow2(depths * ranks, 32), _MOST_AHEAD),
+        SLOTS=pow2(max_nodes + 1, 32),
+        TABLE=min(pow2(depths * ranks, 32), _MOST_AHEAD),
         num_warps=1,
     )
     return TreeBatch(token, parent, depth, rank, score_RM, num_nodes_R, depths)
@@ -159,7 +160,7 @@ def forecast_mass(trees: TreeBatch, sizes: tuple[tuple[int, int], ...]) -> Tenso
         NODES=max_nodes,
         SIZES=tuple(number for size in sizes for number in size),
         NUM_SIZES=len(sizes),
-        SLOTS=_pow2(max_nodes, 32),
+        SLOTS=pow2(max_nodes, 32),
         num_warps=1,
     )
     return mass_RQ
@@ -209,7 +210,7 @@ def share_places(score_RM: Tensor, depth_RM: Tensor, num_nodes_R: Tensor, places
         *(num_rows, places - num_rows),
         NODES=max_nodes,
         STEPS=max_nodes.bit_length(),
-        ROWS=_pow2(num_rows, 32),
+        ROWS=pow2(num_rows, 32),
         num_warps=1 if num_rows <= 64 else 4,
     )
     return count_R
@@ -267,13 +268,14 @@ def pack(trees: TreeBatch, count_R: Tensor, anchor_R: Tensor, places: int, out: 
     num_rows, max_nodes = trees.token.shape
     words = max_nodes // 64 + 1
     if out is None:
-        five = anchor_R.new_empty((5, places)).unbind(0)
-        out = Places(*five, anchor_R.new_empty(num_rows + 2), anchor_R.new_empty((places, words)))
+        token, row_of, parent, depth, local = anchor_R.new_empty((5, places)).unbind(0)
+        row_start, bits = anchor_R.new_empty(num_rows + 2), anchor_R.new_empty((places, words))
+        out = Places(token, row_of, parent, depth, local, row_start, bits)
     # Places that share one row's tile: its root and nodes, and no fewer than a warp.
-    slots = _pow2(max_nodes + 1, 32)
+    slots = pow2(max_nodes + 1, 32)
     launch(
         _pack,
-        (num_rows + triton.cdiv(places - num_rows, slots),),
+        (num_rows + -(-(places - num_rows) // slots),),
         *(trees.token.contiguous(), trees.parent.contiguous(), trees.depth.contiguous()),
         *(count_R.contiguous(), anchor_R.contiguous()),
         *(out.token, out.row_of, out.parent, out.depth, out.local, out.row_start, out.bits),
@@ -281,9 +283,9 @@ def pack(trees: TreeBatch, count_R: Tensor, anchor_R: Tensor, places: int, out: 
         NODES=max_nodes,
         DEPTHS=min(trees.depth_limit, max_nodes),
         WORDS=words,
-        WORD_SLOTS=_pow2(words),
+        WORD_SLOTS=pow2(words),
         SLOTS=slots,
-        ROWS=_pow2(num_rows, 32),
+        ROWS=pow2(num_rows, 32),
         num_warps=max(1, min(4, slots // 64)),
     )
     return out
@@ -309,7 +311,7 @@ def history(places: Places, depth_limit: int) -> Tensor:
     history_TD = places.token.new_empty((num_places, steps))
     launch(
         _history,
-        (triton.cdiv(num_places, 32),),
+        (-(-num_places // 32),),
         *(places.token, places.parent, places.depth, history_TD, num_places),
         STEPS=steps,
         BLOCK=32,
