@@ -21,6 +21,7 @@ from ratoon.core.tree import Tree
 from ratoon.models.decoder import Decoder
 from ratoon.models.dflash import DFlash
 from ratoon.ops.accept import Ring
+from ratoon.ops.launch import set_recorder
 from ratoon.ops.tree import Places
 from ratoon.runtime.emulator import EmulatorBackend
 from ratoon.runtime.graphs import CudaBackend, GraphKey, GraphSet, capture_order, input_group, teardown
@@ -81,7 +82,7 @@ class Runner:
             for name, net in (("target", target), ("drafter", drafter)):
                 if net is not None:
                     self.table.bind_module(name, net)
-            backend = CudaBackend(device) if device.type == "cuda" else EmulatorBackend()
+            backend = CudaBackend(device) if device.type == "cuda" else EmulatorBackend(on_capture=set_recorder)
             self.graphs = GraphSet(self.table, backend, debug=debug)
         self.shapes: tuple[RoundShape, ...] = ()
         self._generation = self.table.generation

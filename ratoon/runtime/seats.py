@@ -20,7 +20,6 @@ _INTS = ("done_S", "start_S", "anchor_S", "limit_S", "budget_S", "topk_cap_S", "
 _REALS = ("temperature_S", "top_p_S", "min_p_S", "repetition_S", "presence_S", "frequency_S")
 _LISTS = ("stop_id_SE", "page_table_SP", "bias_token_SB", "bias_value_SB")
 _HISTORY = ("prompt_seen_SV", "output_count_SV")
-_NO_SEATS = ("round_number", "attend_counters", "sampler")
 
 
 @dataclass(frozen=True)

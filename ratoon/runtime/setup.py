@@ -188,6 +188,8 @@ def limits_for(
         run_ahead=run_ahead,
         forecast=forecast,
         sample_group=SAMPLE_GROUP[device],
+        # No kernel looks for edges: sampled plain rounds would pay twenty times their sampler for a judge's needs.
+        edges=device == "cpu",
     )
     wanted = options.cache_tokens or min(CACHE_TOKENS, options.max_rows * limits.context)
     return replace(limits, num_pages=1 - (-max(wanted, limits.context) // options.page_size))

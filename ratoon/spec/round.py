@@ -167,7 +167,7 @@ class Round:
             self.limits.sample_group,
             rescore=rescore,
             # Distances to filter edges serve to judge near-ties against plain decoding, so only that pays for them.
-            edges=shape.nodes == 0,
+            edges=shape.nodes == 0 and self.limits.edges,
         )
 
     def _commit_cache(self, rows: AcceptedRows, taps_TX: Tensor | None, shape: RoundShape) -> None:

@@ -19,7 +19,8 @@ STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 class Limits:
     """Sizes of an engine, fixed at start. `max_model_len` counts prompt and output tokens of one row.
 
-    `forecast` lists the (block, nodes) pairs at which a round reports its trees' probability mass.
+    `forecast` lists the (block, nodes) pairs at which a round reports its trees' probability mass. `edges`: plain
+    rounds report the nearest filter edge of every draw, which judging a near-tie of sampled text needs.
     """
 
     max_rows: int
@@ -33,6 +34,7 @@ class Limits:
     run_ahead: int = 0
     forecast: tuple[tuple[int, int], ...] = ()
     sample_group: int = 16
+    edges: bool = True
 
     @property
     def num_seats(self) -> int:

@@ -187,6 +187,11 @@ def test_a_whole_path_is_committed(accept: Accept) -> None:
     assert (ring.ints[(number + 1) % 3] == -7).all() and (ring.ints[number % 3, 1] == -7).all()
 
 
+def test_a_tree_deeper_than_the_limit_is_walked_to_the_limit() -> None:
+    rows, _, _ = replace(line([1, 2, 3]), depth_limit=2).run(twin.accept_rows)
+    assert rows.emitted_R.tolist() == [3] and rows.path_RD.tolist() == [[0, 1, 2]]
+
+
 @both
 def test_a_stop_token_ends_the_row(accept: Accept) -> None:
     rows, state, _ = line([1, 2, 3], stop=2).run(accept)

@@ -143,6 +143,17 @@ def test_among_equal_logits_the_lowest_ids_stay(options: dict[str, float], survi
     assert int(ours.token_T) == int(noise_V[:survivors].argmax())
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_tie_that_reaches_top_p_is_the_last_to_stay(inside: bool) -> None:
+    """The best token is the last of the tied that top-p keeps, or the first that it cuts."""
+    noise_V = noise.gumbel_noise(torch.tensor([1]), torch.tensor([0]), torch.tensor([40]), 5000)[0]
+    best = int(noise_V.argmax())
+    params = SamplingParams(temperature=1.0, top_p=(best + (0.5 if inside else -0.5)) / 5000)
+    ours, reference = both(torch.zeros(1, 5000), state_for(5000, [params]), "nucleus")
+    assert_same(ours, reference)
+    assert (int(ours.token_T) == best) is inside
+
+
 @pytest.mark.parametrize("kind", ["greedy", "plain", "nucleus", "general"])
 def test_banned_and_broken_rows_draw_tokens_of_the_vocabulary(kind: SamplerKind) -> None:
     x_TV = random_logits(4, 300)

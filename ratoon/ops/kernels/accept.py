@@ -110,7 +110,7 @@ def _accept(
     stop = tl.arange(0, STOP_SLOTS)
     stops = tl.load(stop_id + seat * STOPS + stop, mask=stop < STOPS, other=-1)
     is_stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1) > 0
-    first_stop = tl.min(tl.where(is_stop & on_path, step, WIDTH))
+    first_stop = tl.min(tl.where(is_stop, step, WIDTH))
     emitted = tl.maximum(tl.minimum(tl.minimum(first_stop, walked) + 1, room), 0)
     emitted = tl.where(old_done, 0, emitted)
     new_done = old_done | (first_stop < emitted) | (emitted >= room)
@@ -163,12 +163,13 @@ def _accept(
     _keep(moves, moves, target, 2, row, 0, num_rows, step, WIDTH, 0)
     _keep(moves, moves, old_start + step, 3, row, 0, num_rows, step, WIDTH, 0)
 
-    # Commit, behind a barrier: every thread has read the old state by then.
+    # Commit, behind a barrier: every thread has read the old state by then. Rows of the dummy seat, which is done,
+    # all write what was there.
     tl.debug_barrier()
     final = tl.sum(tl.where(step == emitted - 1, token, 0))
-    tl.store(start + seat, old_start + emitted, mask=seat > 0)
-    tl.store(anchor + seat, final, mask=(seat > 0) & (emitted > 0))
-    tl.store(done + seat, new_done, mask=seat > 0)
+    tl.store(start + seat, old_start + emitted)
+    tl.store(anchor + seat, final, mask=emitted > 0)
+    tl.store(done + seat, new_done)
 
 
 def accept_rows(

@@ -24,7 +24,6 @@ from ratoon.ops.attention import Span
 from ratoon.ops.kernels.merge import MAX_SPLITS, merge, merge_ranges
 from ratoon.ops.launch import launch
 
-
 _PROGRAMS = 264  # two for each of 132 multiprocessors
 _LOG2_E = 1.4426950408889634
 
