@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -17,6 +18,7 @@ Recorder = Callable[..., None]
 
 _choice: Kernels = "auto"
 _recorder: Recorder | None = None
+_early = True
 
 
 def use_kernels(choice: Kernels) -> None:
@@ -38,6 +40,27 @@ def set_recorder(recorder: Recorder | None) -> None:
     """Hands every launch to `recorder` until it is set to None (the emulator's capture)."""
     global _recorder
     _recorder = recorder
+
+
+@functools.lru_cache(maxsize=16)
+def _can_launch_early(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def use_early(wanted: bool) -> None:
+    """Whether kernels may be launched while the one before them still runs (programmatic dependent launch)."""
+    global _early
+    _early = wanted
+
+
+def early(x: Tensor) -> dict[str, bool]:
+    """Launch options of a kernel with a constant EARLY, which waits for the kernel before it where that is set.
+
+    Before its wait a kernel may read only what no kernel of a round writes: weights.
+    """
+    if _early and _can_launch_early(x.device):
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ratoon.ops.attention import Span
+from ratoon.ops.kernels.early import await_previous
 from ratoon.ops.kernels.merge import MAX_SPLITS, merge, merge_ranges
-from ratoon.ops.launch import launch
+from ratoon.ops.launch import early, launch
 
 _PROGRAMS = 264  # two for each of 132 multiprocessors
 _LOG2_E = 1.4426950408889634
@@ -140,7 +141,7 @@ def attend_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
     M: tl.constexpr, B: tl.constexpr, SHORTEST: tl.constexpr, MOST_ROWS: tl.constexpr,
     PACKED: tl.constexpr, BY_ROW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, COUNTED: tl.constexpr, BATCH: tl.constexpr,
+    SPLIT: tl.constexpr, COUNTED: tl.constexpr, BATCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one K/V head against one range of keys."""
     G: tl.constexpr = HEADS // KV_HEADS
@@ -165,6 +166,7 @@ def attend_kernel(
     live_MD = live_M[:, None] & (d < D)[None, :]
     if PACKED:
         if row >= rows:
+            await_previous(EARLY)
             if SPLIT and not COUNTED:
                 tl.store(lse + split * queries + query_M, float("-inf"), mask=live_M)
             elif split == 0:
@@ -179,6 +181,8 @@ def attend_kernel(
         base = tl.load(base + row).to(tl.int32)
     else:
         base = tl.load(base + seat).to(tl.int32)
+    # Rows, lengths and page tables are older than the kernel before this one, which stored the places' K/V.
+    await_previous(EARLY)
     q_MD = tl.load(q + at_MD, mask=live_MD, other=0.0)
     first_local, last_local = first_query // G, tl.minimum(count - 1, (first_query + M - 1) // G)
     low, stop, clear = 0, base + count, base
@@ -376,6 +380,7 @@ def attend_tiled(
         SPLIT=split,
         COUNTED=counters is not None,
         BATCH=8 if tiling.queries * padded <= 16 * 128 else 4,
+        **early(q_TND),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )

@@ -2,12 +2,11 @@
 # Promises: a place's result is one fixed order of float32 sums per configuration; sizes and choice come from shapes.
 # Never: tunes by timing at run time, keeps memory between launches, or sums with atomics.
 """Few-place products, which stream the weights once. T: places, H: inputs, O: rows of the weight, I: intermediate,
-N: rows of one program, K: inputs of one step, S: splits of the inputs.
+N: rows of one program, K: inputs of one step.
 
-A row's RMSNorm is a factor of the whole row, so it commutes with the product: the inputs are multiplied by the norm's
-weight and their squares summed while they are read, and the factor is applied to the accumulator. Gate and up rows of
-the same output are taken in turn, so that both lie in one program. A split of the inputs writes float32 partial sums
-that a second launch adds up in ascending order.
+Gate and up rows of the same output are taken in turn, so that both lie in one program. The norm before a product is a
+launch of its own: multiplied in where the inputs are read, it took 40 us of a 12 us product (H200, 2026-11-30), since
+loads then wait for arithmetic.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ratoon.ops.launch import launch
+from ratoon.ops.launch import early, launch
 
 _SMALL_BYTES = 8 << 20
 """Weights below this are read faster than a launch takes: programs are made small, so that many share the latency."""
@@ -31,50 +30,43 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes, block_t places by block_n rows, and how it reads: steps of block_k, num_stages deep.
-
-    splits: programs that share the inputs of a tile. early: launched while the kernel before it still runs; its first
-    weights are then fetched into the L2 cache, and everything else is read after that kernel has ended.
-    """
+    """What a program computes, block_t places by block_n rows, and how it reads: steps of block_k, num_stages deep."""
 
     block_t: int
     block_n: int
     block_k: int
     num_stages: int
     num_warps: int = 4
-    splits: int = 1
-    early: bool = False
 
     def shared_bytes(self, element_bytes: int) -> int:
         """Shared memory of the buffers, roughly."""
         return (self.block_t + self.block_n) * self.block_k * element_bytes * self.num_stages
 
 
-def plan(num_places: int, out_size: int, in_size: int, gated: bool, normed: bool, dtype: torch.dtype) -> Tile | None:
-    """The tile for a product [num_places, in_size] x [out_size, in_size]^T; None: the library is faster."""
+def plan(num_places: int, out_size: int, in_size: int, gated: bool, dtype: torch.dtype) -> Tile | None:
+    """The tile for a product [num_places, in_size] x [out_size, in_size]^T; None: the library is faster.
+
+    By measurement on an H200 (docs/NUMBERS.md): the library streams large weights at 98 % of a copy, but pays about
+    4 us more than the tiles for what surrounds a small product.
+    """
     if dtype == torch.float32:
         return Tile(16, 32, 32, 3) if num_places <= 64 else None
-    if normed:
-        return None
     if out_size * in_size * dtype.itemsize < _SMALL_BYTES:
         return _small_tile(num_places, out_size, in_size)
-    if num_places <= 16:
-        # Few programs must each keep more bytes in flight; many of them share a multiprocessor.
-        if out_size < 32 * 96:
-            return Tile(16, 16, 256, 6)
-        return Tile(16, 32, 256, 7 if out_size <= 32 * 132 else 4)
-    if num_places <= 64 and (gated or normed):
-        return Tile(32, 64, 128, 6) if num_places <= 32 else Tile(64, 64, 128, 5)
-    return None
+    if num_places > 16 or out_size > 8192:
+        return None
+    # Few programs must each keep more bytes in flight; where they are more than multiprocessors, some share one.
+    return Tile(16, 32, 256, 7 if out_size <= 32 * 132 else 4)
 
 
 def _small_tile(num_places: int, out_size: int, in_size: int) -> Tile | None:
     """All of a program's weights are asked for at once."""
-    if num_places > 128:
+    if num_places > 32:
         return None
-    block_n = 16 if out_size * num_places <= 1024 * 64 else 32
+    block_n = 16 if num_places <= 16 and out_size <= 1024 else 32
     num_steps = _ceil_div(in_size, 64)
-    return Tile(16, block_n, 64, min(num_steps + 1, _SHARED_BYTES // ((16 + block_n) * 64 * 2), 12))
+    stages = min(num_steps + 1, _SHARED_BYTES // ((16 + block_n) * 64 * 2), 10)
+    return Tile(16, block_n, 64, stages, 2 if block_n == 16 else 4)
 
 
 def _ceil_div(size: int, part: int) -> int:
@@ -102,23 +94,17 @@ def _fused_rows(tile_n, OUT: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.cons
 def _finish(
     out,
     acc_TN,
-    square_T,
     bias,
-    norm,
     residual,
     place_T,
     tile_n,
     num_places,
-    eps,
-    IN: tl.constexpr,
     OUT: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What follows the sums: norm factor, bias, gate, residual, the one rounding."""
-    if norm is not None:
-        acc_TN = acc_TN * tl.rsqrt(square_T / IN + eps)[:, None]
+    """What follows the sums: bias, gate, residual, the one rounding."""
     if bias is not None:
         acc_TN += tl.load(bias + _fused_rows(tile_n, OUT, GATED, BLOCK_N)).to(tl.float32)[None, :]
     if GATED:
@@ -141,14 +127,11 @@ def _finish(
 @triton.jit(do_not_specialize=["num_places"])
 def product(
     out,
-    square_ST,
     x,
     weight,
     bias,
-    norm,
     residual,
     num_places,
-    eps,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     GATED: tl.constexpr,
@@ -156,92 +139,34 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EARLY_LINES: tl.constexpr,
+    LINES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One tile. With splits, out is float32 [S, T, O] of bare sums and square [S, T] the sums of squares."""
-    tile_n, split, tile_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One tile. Launched early, its first weights are fetched into L2 while the kernel before it still runs."""
+    tile_n, tile_t = tl.program_id(0), tl.program_id(1)
     place_T = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
-    k_K = split * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
+    k_K = tl.arange(0, BLOCK_K)
     live_T = place_T < num_places
     row_N = _fused_rows(tile_n, OUT, GATED, BLOCK_N).to(tl.int64)
-    if EARLY_LINES > 0:
-        k_L = split * (STEPS * BLOCK_K) + tl.arange(0, EARLY_LINES) * 64
+    if EARLY:
+        k_L = tl.arange(0, LINES) * 64
         _prefetch(weight + row_N[:, None] * IN + tl.minimum(k_L, IN - 1)[None, :])
         gdc_wait()
         gdc_launch_dependents()
     x_TK = x + place_T.to(tl.int64)[:, None] * IN + k_K[None, :]
     weight_NK = weight + row_N[:, None] * IN + k_K[None, :]
     acc_TN = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    square_T = tl.zeros([BLOCK_T], tl.float32)
     for step in range(STEPS):
         at = step * BLOCK_K
-        if IN % (STEPS * BLOCK_K * SPLITS) == 0:
+        if IN % BLOCK_K == 0:
             w_NK = tl.load(weight_NK + at, eviction_policy="evict_first")
             a_TK = tl.load(x_TK + at, mask=live_T[:, None], other=0.0)
         else:
             inside_K = k_K < IN - at
             w_NK = tl.load(weight_NK + at, mask=inside_K[None, :], other=0.0, eviction_policy="evict_first")
             a_TK = tl.load(x_TK + at, mask=live_T[:, None] & inside_K[None, :], other=0.0)
-        if norm is not None:
-            wide_TK = a_TK.to(tl.float32)
-            square_T += tl.sum(wide_TK * wide_TK, axis=1)
-            scale_K = tl.load(norm + at + k_K, mask=k_K < IN - at, other=0.0).to(tl.float32)
-            a_TK = (wide_TK * scale_K[None, :]).to(a_TK.dtype)
         acc_TN = tl.dot(a_TK, tl.trans(w_NK), acc_TN, input_precision="ieee")
-    if SPLITS == 1:
-        _finish(
-            out, acc_TN, square_T, bias, norm, residual, place_T, tile_n, num_places, eps,
-            IN, OUT, GATED, BLOCK_T, BLOCK_N,
-        )  # fmt: skip
-    else:
-        column_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        first = split.to(tl.int64) * num_places
-        at_TN = (first + place_T)[:, None] * OUT + column_N[None, :]
-        tl.store(out + at_TN, acc_TN, mask=live_T[:, None] & (column_N < OUT)[None, :])
-        if norm is not None:
-            tl.store(square_ST + first + place_T, square_T, mask=live_T & (tile_n == 0))
-
-
-@triton.jit(do_not_specialize=["num_places"])
-def merge(
-    out,
-    partial_STO,
-    square_ST,
-    bias,
-    norm,
-    residual,
-    num_places,
-    eps,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    GATED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Adds up the partial sums of all splits, in ascending order, and finishes the tile."""
-    tile_n, tile_t = tl.program_id(0), tl.program_id(1)
-    place_T = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
-    column_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    live_T = place_T < num_places
-    mask_TN = live_T[:, None] & (column_N < OUT)[None, :]
-    at_TN = place_T.to(tl.int64)[:, None] * OUT + column_N[None, :]
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    acc_TN = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    square_T = tl.zeros([BLOCK_T], tl.float32)
-    for split in tl.static_range(SPLITS):
-        first = tl.cast(split, tl.int64) * num_places
-        acc_TN += tl.load(partial_STO + first * OUT + at_TN, mask=mask_TN, other=0.0)
-        if norm is not None:
-            square_T += tl.load(square_ST + first + place_T, mask=live_T, other=0.0)
-    _finish(
-        out, acc_TN, square_T, bias, norm, residual, place_T, tile_n, num_places, eps,
-        IN, OUT, GATED, BLOCK_T, BLOCK_N,
-    )  # fmt: skip
+    _finish(out, acc_TN, bias, residual, place_T, tile_n, num_places, OUT, GATED, BLOCK_T, BLOCK_N)
 
 
 def project(
@@ -255,13 +180,16 @@ def project(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Twin of `ops.linear.project`, by this file's kernels or by the library as `plan` says."""
+    """Twin of `ops.linear.project`, by this file's kernel or by the library as `plan` says."""
+    from ratoon.ops.kernels.rowwise import rms_norm
+
     assert x_TH.dim() == 2 and weight_OH.is_contiguous() and weight_OH.shape[1] == x_TH.shape[1]
-    out_size, in_size = weight_OH.shape
-    tile = plan(x_TH.shape[0], out_size, in_size, gated, norm_H is not None, x_TH.dtype)
+    if norm_H is not None:
+        x_TH = rms_norm(x_TH, norm_H, eps)
+    tile = plan(x_TH.shape[0], *weight_OH.shape, gated, x_TH.dtype)
     if tile is None:
-        return by_library(x_TH, weight_OH, bias_O, norm_H, eps, residual_TO, gated, out)
-    return by_tiles(tile, x_TH, weight_OH, bias_O, norm_H, eps, residual_TO, gated, out)
+        return by_library(x_TH, weight_OH, bias_O, residual_TO, gated, out)
+    return by_tiles(tile, x_TH, weight_OH, bias_O, residual_TO, gated, out)
 
 
 def by_tiles(
@@ -269,13 +197,11 @@ def by_tiles(
     x_TH: Tensor,
     weight_OH: Tensor,
     bias_O: Tensor | None = None,
-    norm_H: Tensor | None = None,
-    eps: float = 0.0,
     residual_TO: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The product by this file's kernels; `out` may be of another dtype than x (float32: unrounded sums)."""
+    """The product by this file's kernel; `out` may be of another dtype than x (float32: unrounded sums)."""
     num_places, (out_size, in_size) = x_TH.shape[0], weight_OH.shape
     width = out_size // 2 if gated else out_size
     x_TH = x_TH.contiguous()
@@ -283,38 +209,24 @@ def by_tiles(
     if out is None:
         out = x_TH.new_empty(num_places, width)
     assert out.is_contiguous() and out.shape == (num_places, width)
-    steps = _ceil_div(in_size, tile.block_k * tile.splits)
-    grid = (_ceil_div(out_size, tile.block_n), tile.splits, _ceil_div(num_places, tile.block_t))
-    shape = {"IN": in_size, "OUT": out_size, "GATED": gated, "SPLITS": tile.splits}
+    steps = _ceil_div(in_size, tile.block_k)
     ahead = min(tile.num_stages - 1, steps) * tile.block_k // _LINE
-    options = shape | {
-        "BLOCK_T": tile.block_t,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "STEPS": steps,
-        "EARLY_LINES": triton.next_power_of_2(ahead) if tile.early else 0,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
-    early = {"launch_pdl": True} if tile.early else {}
-    if tile.splits == 1:
-        launch(
-            product, grid, out, None, x_TH, weight_OH, bias_O, norm_H, residual_TO, num_places, eps,
-            **options, **early,
-        )  # fmt: skip
-        return out
-    partial_STO = x_TH.new_empty((tile.splits, num_places, out_size), dtype=torch.float32)
-    square_ST = x_TH.new_empty((tile.splits, num_places), dtype=torch.float32)
     launch(
-        product, grid, partial_STO, square_ST, x_TH, weight_OH, None, norm_H, None, num_places, eps,
-        **options, **early,
-    )  # fmt: skip
-    block_t, block_n = 4, 128
-    grid = (_ceil_div(out_size, block_n), _ceil_div(num_places, block_t))
-    launch(
-        merge, grid, out, partial_STO, square_ST, bias_O, norm_H, residual_TO, num_places, eps,
-        BLOCK_T=block_t, BLOCK_N=block_n, EARLY=tile.early, **shape, **early,
-    )  # fmt: skip
+        product,
+        (_ceil_div(out_size, tile.block_n), _ceil_div(num_places, tile.block_t)),
+        *(out, x_TH, weight_OH, bias_O, residual_TO, num_places),
+        IN=in_size,
+        OUT=out_size,
+        GATED=gated,
+        BLOCK_T=tile.block_t,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        STEPS=steps,
+        LINES=triton.next_power_of_2(max(ahead, 1)),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **early(x_TH),
+    )
     return out
 
 
@@ -322,20 +234,16 @@ def by_library(
     x_TH: Tensor,
     weight_OH: Tensor,
     bias_O: Tensor | None = None,
-    norm_H: Tensor | None = None,
-    eps: float = 0.0,
     residual_TO: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The product by torch and the row kernels. Norm and gate round to x's dtype; so does a bias beside a residual.
+    """The product by torch and the row kernels. The gate rounds to x's dtype; so does a bias beside a residual.
 
     The residual rides in the product, without a copy where `out` is the residual.
     """
-    from ratoon.ops.kernels.rowwise import rms_norm, swiglu
+    from ratoon.ops.kernels.rowwise import swiglu
 
-    if norm_H is not None:
-        x_TH = rms_norm(x_TH, norm_H, eps)
     weight_HO = weight_OH.t()
     if residual_TO is not None and bias_O is None and not gated:
         return torch.addmm(residual_TO, x_TH, weight_HO, out=out)

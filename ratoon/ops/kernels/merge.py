@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ratoon.ops.launch import launch
+from ratoon.ops.kernels.early import await_previous
+from ratoon.ops.launch import early, launch
 
 MAX_SPLITS = 32
 _QUERIES = 16
@@ -54,9 +55,19 @@ def merge_ranges(
 
 @triton.jit(do_not_specialize=["splits", "queries"])
 def merge_kernel(
-    part, lse, out, splits, queries, D: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr
+    part,
+    lse,
+    out,
+    splits,
+    queries,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    M: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """M queries a program."""
+    await_previous(EARLY)
     query_M = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     live_M = query_M < queries
     split = tl.arange(0, SPLITS)
@@ -75,4 +86,4 @@ def merge(part_SQD: Tensor, lse_SQ: Tensor, out: Tensor) -> None:
     splits, queries, head_dim = part_SQD.shape
     grid = (-(-queries // _QUERIES),)
     sizes = dict(D=head_dim, PADDED=1 << (head_dim - 1).bit_length(), M=_QUERIES, SPLITS=MAX_SPLITS)
-    launch(merge_kernel, grid, part_SQD, lse_SQ, out, splits, queries, **sizes, num_warps=4, num_stages=1)
+    launch(merge_kernel, grid, part_SQD, lse_SQ, out, splits, queries, **sizes, **early(out), num_warps=4, num_stages=1)

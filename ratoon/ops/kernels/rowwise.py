@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ratoon.ops.launch import launch
+from ratoon.ops.kernels.early import await_previous
+from ratoon.ops.launch import early, launch
 
 _FILL = 1024
 """Programs from which on a launch fills an H200, so that further heads go into the same programs."""
@@ -38,7 +39,9 @@ def _rms_norm(
     OUT_STRIDE: tl.constexpr,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    await_previous(EARLY)
     place = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     inside = h < H
@@ -59,6 +62,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, out: Tensor | None = No
         _rms_norm,
         (num_places,),
         *(out, x_TH, weight_H, eps),
+        **early(out),
         X_STRIDE=x_TH.stride(0),
         OUT_STRIDE=out.stride(0),
         H=size,
@@ -69,7 +73,8 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, out: Tensor | None = No
 
 
 @triton.jit
-def _swiglu(out, gate_up, X_STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_I: tl.constexpr):
+def _swiglu(out, gate_up, X_STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_I: tl.constexpr, EARLY: tl.constexpr):
+    await_previous(EARLY)
     place = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     inside = i < WIDTH
@@ -89,6 +94,7 @@ def swiglu(gate_up_TI: Tensor) -> Tensor:
         _swiglu,
         (num_places, -(-width // block)),
         *(out, gate_up_TI),
+        **early(out),
         X_STRIDE=gate_up_TI.stride(0),
         WIDTH=width,
         BLOCK_I=block,
@@ -98,7 +104,8 @@ def swiglu(gate_up_TI: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rotary_table(out, position_T, inv_freq_P, amplitude, P: tl.constexpr, BLOCK_P: tl.constexpr):
+def _rotary_table(out, position_T, inv_freq_P, amplitude, P: tl.constexpr, BLOCK_P: tl.constexpr, EARLY: tl.constexpr):
+    await_previous(EARLY)
     place = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, BLOCK_P)
     inside = p < P
@@ -116,6 +123,7 @@ def rotary_table(position_T: Tensor, inv_freq_P: Tensor, amplitude: float) -> Te
         _rotary_table,
         (num_places,),
         *(table_T2P, position_T, inv_freq_P, amplitude),
+        **early(table_T2P),
         P=pairs,
         BLOCK_P=block,
         num_warps=min(max(block // 32, 1), 4),
@@ -172,7 +180,9 @@ def _rotate_store(
     P: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    await_previous(EARLY)
     place = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_T + place)
     head_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -234,6 +244,7 @@ def rotate_store(
         _rotate_store,
         grid,
         *(q_TND, cache_S2KD, qkv_TX, table_T2P, q_norm_D, k_norm_D, slot_T, eps),
+        **early(q_TND),
         X_STRIDE=qkv_TX.stride(0),
         SLOT_STRIDE=cache_S2KD.stride(0),
         PART_STRIDE=cache_S2KD.stride(1),
@@ -263,7 +274,9 @@ def _context_store(
     P: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    await_previous(EARLY)
     place = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_N + place)
     head_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -295,6 +308,7 @@ def context_store(
         _context_store,
         grid,
         *(cache_LS2KD, kv_NX, table_N2P, k_norm_LD, slot_N, eps),
+        **early(cache_LS2KD),
         X_STRIDE=kv_NX.stride(0),
         LAYER_STRIDE=cache_LS2KD.stride(0),
         SLOT_STRIDE=cache_LS2KD.stride(1),
@@ -317,7 +331,9 @@ def _block_embeddings(
     ROW_STRIDE: tl.constexpr,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    await_previous(EARLY)
     place = tl.program_id(0)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     if place % block == 0:
@@ -339,6 +355,7 @@ def block_embeddings(embed_VH: Tensor, anchor_R: Tensor, mask_H: Tensor, scale: 
         _block_embeddings,
         (num_rows * block, -(-size // block_h)),
         *(out, embed_VH, anchor_R, mask_H, scale, block),
+        **early(out),
         ROW_STRIDE=embed_VH.stride(0),
         H=size,
         BLOCK_H=block_h,
