@@ -17,6 +17,9 @@ Recorder = Callable[..., None]
 """Takes a function and its arguments and runs it as one recorded node (runtime/emulator.py)."""
 
 _choice: Kernels = "auto"
+LATE = {"EARLY": False}
+"""Launch options of a kernel that starts when the one before it has ended."""
+
 _recorder: Recorder | None = None
 _early = True
 
@@ -60,7 +63,7 @@ def early(x: Tensor) -> dict[str, bool]:
     """
     if _early and _can_launch_early(x.device):
         return {"EARLY": True, "launch_pdl": True}
-    return {"EARLY": False}
+    return LATE
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ratoon.ops.launch import early, launch
+from ratoon.ops.launch import LATE, early, launch
 
 _SMALL_BYTES = 8 << 20
 """Weights below this are read faster than a launch takes: programs are made small, so that many share the latency."""
@@ -30,13 +30,17 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program computes, block_t places by block_n rows, and how it reads: steps of block_k, num_stages deep."""
+    """What a program computes, block_t places by block_n rows, and how it reads: steps of block_k, num_stages deep.
+
+    early: launched while the kernel before it still runs, its first weights then fetched into L2.
+    """
 
     block_t: int
     block_n: int
     block_k: int
     num_stages: int
     num_warps: int = 4
+    early: bool = False
 
     def shared_bytes(self, element_bytes: int) -> int:
         """Shared memory of the buffers, roughly."""
@@ -53,20 +57,20 @@ def plan(num_places: int, out_size: int, in_size: int, gated: bool, dtype: torch
         return Tile(16, 32, 32, 3) if num_places <= 64 else None
     if out_size * in_size * dtype.itemsize < _SMALL_BYTES:
         return _small_tile(num_places, out_size, in_size)
-    if num_places > 16 or out_size > 8192:
+    if num_places > 16 or out_size > 32 * 132:
         return None
-    # Few programs must each keep more bytes in flight; where they are more than multiprocessors, some share one.
-    return Tile(16, 32, 256, 7 if out_size <= 32 * 132 else 4)
+    # One program a multiprocessor, which must keep many bytes in flight. An early launch made a layer 3 us slower.
+    return Tile(16, 32, 256, 7)
 
 
 def _small_tile(num_places: int, out_size: int, in_size: int) -> Tile | None:
-    """All of a program's weights are asked for at once."""
-    if num_places > 32:
+    """All of a program's weights are asked for at once, while the kernel before it still runs."""
+    if num_places > 64:
         return None
     block_n = 16 if num_places <= 16 and out_size <= 1024 else 32
     num_steps = _ceil_div(in_size, 64)
     stages = min(num_steps + 1, _SHARED_BYTES // ((16 + block_n) * 64 * 2), 10)
-    return Tile(16, block_n, 64, stages, 2 if block_n == 16 else 4)
+    return Tile(16, block_n, 64, stages, 2 if block_n == 16 else 4, early=True)
 
 
 def _ceil_div(size: int, part: int) -> int:
@@ -225,7 +229,7 @@ def by_tiles(
         LINES=triton.next_power_of_2(max(ahead, 1)),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **early(x_TH),
+        **(early(x_TH) if tile.early else LATE),
     )
     return out
 
