@@ -57,10 +57,10 @@ def plan(num_places: int, out_size: int, in_size: int, gated: bool, dtype: torch
         return Tile(16, 32, 32, 3) if num_places <= 64 else None
     if out_size * in_size * dtype.itemsize < _SMALL_BYTES:
         return _small_tile(num_places, out_size, in_size)
-    if num_places > 16 or out_size > 32 * 132:
+    if num_places > 16 or out_size > 8192:
         return None
-    # One program a multiprocessor, which must keep many bytes in flight. An early launch made a layer 3 us slower.
-    return Tile(16, 32, 256, 7)
+    # Few programs must each keep more bytes in flight; where they are more than multiprocessors, some share one.
+    return Tile(16, 32, 256, 7 if out_size <= 32 * 132 else 4, early=True)
 
 
 def _small_tile(num_places: int, out_size: int, in_size: int) -> Tile | None:
