@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from tests.cpu import toy
 from tests.cpu.toy import Ask, Bench, assert_same_text, dense_text
 
 # tl.dot takes no head of 8.
-WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+WIDE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, min_p=0.02, repetition_penalty=1.1, presence_penalty=0.2)
 
 

@@ -81,7 +81,7 @@ class DFlash(nn.Module):
         attentions = [cast(Layer, layer).self_attn for layer in self.layers]
         weight = torch.cat([attn.qkv_proj.weight[attn.kv_rows] for attn in attentions])
         biases = [attn.qkv_proj.bias[attn.kv_rows] for attn in attentions if attn.qkv_proj.bias is not None]
-        norms = [attn.k_norm.weight for attn in attentions if attn.k_norm is not None]
+        norms: list[Tensor] = [attn.k_norm.weight for attn in attentions if attn.k_norm is not None]
         return weight, torch.cat(biases) if biases else None, torch.stack(norms)
 
     def set_mask_embedding(self, row_H: Tensor) -> None:

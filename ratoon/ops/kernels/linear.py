@@ -190,7 +190,8 @@ def project(
     assert x_TH.dim() == 2 and weight_OH.is_contiguous() and weight_OH.shape[1] == x_TH.shape[1]
     if norm_H is not None:
         x_TH = rms_norm(x_TH, norm_H, eps)
-    tile = plan(x_TH.shape[0], *weight_OH.shape, gated, x_TH.dtype)
+    out_size, in_size = weight_OH.shape
+    tile = plan(x_TH.shape[0], out_size, in_size, gated, x_TH.dtype)
     if tile is None:
         return by_library(x_TH, weight_OH, bias_O, residual_TO, gated, out)
     return by_tiles(tile, x_TH, weight_OH, bias_O, residual_TO, gated, out)

@@ -156,7 +156,8 @@ def rank_candidates(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     peaks = (logits_NV, narrow_NX, middle_NX, share_2NS)
     sizes = {"V": vocab, "TILE": TILE, "MIDDLE": MIDDLE, "NARROW": NARROW}
     launch(_scan, (num_parts, num_rows), *peaks, **sizes, num_warps=4)
-    padded = triton.next_power_of_2(ranks)
+    # tl.topk takes no list of one.
+    padded = max(triton.next_power_of_2(ranks), 2)
     launch(
         _rank,
         (num_rows,),
