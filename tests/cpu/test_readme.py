@@ -19,7 +19,7 @@ from ratoon.models.hub import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GROUP: Any = typer.main.get_command(app)
 
 
@@ -39,9 +39,12 @@ def command_lines() -> list[str]:
 
 
 def known_options() -> set[str]:
+    """What the command and the scripts of benchmarks/ take."""
+    scripts = [path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py")]
     commands = [GROUP, *GROUP.commands.values()]
     names = {name for command in commands for parameter in command.params for name in parameter.opts}
-    return names | {name for command in commands for parameter in command.params for name in parameter.secondary_opts}
+    names |= {name for command in commands for parameter in command.params for name in parameter.secondary_opts}
+    return names.union(*(re.findall(r'add_argument\("(--[\w-]+)"', text) for text in scripts))
 
 
 def test_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
