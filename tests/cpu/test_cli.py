@@ -382,7 +382,8 @@ def test_train_resumes_in_place(engines: type[FakeEngine], tmp_path: Path) -> No
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
-    script = "from ratoon import cli\nfrom ratoon.cli.errors import command\n@cli.app.command()\n@command\ndef flood() -> None:\n"
+    script = "from ratoon import cli\nfrom ratoon.cli.errors import command\n"
+    script += "@cli.app.command()\n@command\ndef flood() -> None:\n"
     script += "    [print('x' * 1000) for _ in range(1000)]\ncli.main()"
     child = subprocess.Popen([sys.executable, "-c", script, "flood"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout and child.stderr
