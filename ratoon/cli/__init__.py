@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ratoon.cli.answer import chat, demo, generate
+from ratoon.cli.doctor import doctor
 from ratoon.cli.measure import bench
 from ratoon.cli.models import pull, train
 
@@ -40,7 +41,7 @@ def top(
     """DFlash drafting and DDTree verification: the same tokens, sooner."""
 
 
-for _function in (generate, chat, demo, bench, train, pull):
+for _function in (generate, chat, demo, bench, train, pull, doctor):
     app.command()(_function)
 
 

@@ -37,6 +37,7 @@ def train(
 ) -> None:
     """Train a drafter for a model on what the model itself writes."""
     from ratoon.cli.show import fetch_bar, trained, training_bar
+    from ratoon.lab.doctor.files import revision_of
     from ratoon.models.hub import resolve
     from ratoon.train.prompts import read_prompts
 
@@ -63,7 +64,7 @@ def train(
             dtype=kind,
             prompts=prompts,
             resume=resume,
-            provenance={"target": model},
+            provenance={"target": model, "target_revision": revision_of(path)},
             report=report,
         )
     print(trained(record, resume or out))

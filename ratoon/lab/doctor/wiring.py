@@ -128,9 +128,9 @@ def _kinds(config: DrafterConfig) -> list[str]:
 def check_anchor(pair: Pair) -> Check:
     """Block position 0 holds the anchor's raw embedding, at the anchor's position."""
     trial = pair.trial
-    embed, scale = pair.target.embed.weight.float(), pair.expected.input_embedding_scale
+    embed, scale = pair.target.embed.weight, pair.expected.input_embedding_scale
     start, block = len(trial.ids) - 1, len(trial.x_BH)
-    error = relative_error(trial.x_BH[0], scale * embed[trial.ids[-1]])
+    error = relative_error(trial.x_BH[0], scale * embed[trial.ids[-1]].float())
     in_place = trial.position_B.tolist() == list(range(start, start + block))
     seen = f"embedding of the anchor (error {error:.1e}) at position {int(trial.position_B[0])}"
     if error > pair.tolerance:
