@@ -13,6 +13,7 @@ from ratoon.cli.answer import chat, demo, generate
 from ratoon.cli.doctor import doctor
 from ratoon.cli.measure import bench
 from ratoon.cli.models import pull, train
+from ratoon.cli.plan import plan
 
 app = typer.Typer(
     name="ratoon",
@@ -41,7 +42,7 @@ def top(
     """DFlash drafting and DDTree verification: the same tokens, sooner."""
 
 
-for _function in (generate, chat, demo, bench, train, pull, doctor):
+for _function in (generate, chat, demo, bench, train, pull, doctor, plan):
     app.command()(_function)
 
 

@@ -18,7 +18,10 @@ PACKAGE = ROOT / "ratoon"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LEVEL = {"core": 0, "ops": 1, "models": 2, "spec": 3, "runtime": 4, "train": 5, "lab": 5, "server": 5, "cli": 6}
 QUIET = ("core", "ops", "models", "spec", "runtime")
-TORCH_FREE = ("spec/ddtree.py", "spec/budget.py", "runtime/pages.py", "runtime/scheduler.py", "lab/plan.py")
+TORCH_FREE = (
+    *("spec/ddtree.py", "spec/budget.py", "spec/acceptance.py", "runtime/pages.py", "runtime/scheduler.py"),
+    *("lab/plan.py", "lab/planned.py", "lab/predicted.py", "lab/doctor/examine.py", "lab/doctor/machine.py"),
+)
 BANNED = ("utils", "helpers", "common", "manager", "base", "misc")
 
 
