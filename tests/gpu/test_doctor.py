@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -33,7 +32,7 @@ SLIDING: dict[str, Any] = {
 
 
 def engine_of(mode: str) -> Engine:
-    target, drafter = (copy.deepcopy(net).to("cuda") for net in (make_target(**WIDE), make_drafter(**WIDE, **SLIDING)))
+    target, drafter = make_target(**WIDE).to("cuda"), make_drafter(**WIDE, **SLIDING).to("cuda")
     return Engine.from_parts(target, drafter, mode=mode, budget=7, max_rows=2, max_model_len=128, cache_tokens=1024)
 
 
