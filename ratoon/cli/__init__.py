@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ratoon.cli.answer import chat, demo, generate
+from ratoon.cli.bisect import bisect
 from ratoon.cli.doctor import doctor
 from ratoon.cli.measure import bench
 from ratoon.cli.models import pull, train
@@ -42,7 +43,7 @@ def top(
     """DFlash drafting and DDTree verification: the same tokens, sooner."""
 
 
-for _function in (generate, chat, demo, bench, train, pull, doctor, plan):
+for _function in (generate, chat, demo, bench, train, pull, doctor, bisect, plan):
     app.command()(_function)
 
 

@@ -38,6 +38,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(*args, **kwargs)
             sys.stdout.flush()
+        except typer.Exit:  # a RuntimeError by descent, and an exit code by meaning
+            raise
         except KeyboardInterrupt:
             print("\ninterrupted", file=sys.stderr)
             raise typer.Exit(130) from None
