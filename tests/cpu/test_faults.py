@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ratoon.core.request import SamplingParams
+from ratoon.lab.faults import planted
 from ratoon.runtime.birth import check_births
 from ratoon.runtime.buffers import ContractError
 from ratoon.runtime.emulator import BakedTensorError
@@ -50,13 +51,19 @@ def test_a_healthy_bench_raises_nothing() -> None:
     assert len(text.tokens) == ASK.num
 
 
-@pytest.mark.parametrize("supplied", [{}, {"round.seat": None}])
-def test_fault_a1_none_at_replay(monkeypatch: pytest.MonkeyPatch, supplied: dict[str, Tensor | None]) -> None:
+def test_fault_a1_none_at_replay() -> None:
+    bench = sick_bench()
+    seat = bench.join(ASK)
+    with planted("none field"):
+        refuses(bench, seat, "'round.seat'", "rows=1 places=8", "int64 [2]", "mode graph", "supplied None")
+
+
+def test_fault_a1_nothing_at_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = sick_bench()
     seat = bench.join(ASK)
     graphs = bench.runner.graphs
     assert graphs is not None
-    monkeypatch.setattr(bench.runner, "fill", lambda seats, shape: graphs.fill(bench.runner.key_of(shape), supplied))
+    monkeypatch.setattr(bench.runner, "fill", lambda seats, shape: graphs.fill(bench.runner.key_of(shape), {}))
     refuses(bench, seat, "'round.seat'", "rows=1 places=8", "int64 [2]", "mode graph")
 
 
@@ -76,32 +83,34 @@ def test_fault_a2_more_rows_than_the_key_holds() -> None:
     assert [committed(bench, seat) for seat in seats] == before
 
 
-def test_fault_a3_stale_rows_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_a3_stale_rows_are_not_replayed() -> None:
     bench = sick_bench()
     seat = bench.join(ASK)
-    bench.read([seat], bench.launch([seat]))
-    monkeypatch.setattr(bench.runner, "fill", lambda seats, shape: None)
-    refuses(bench, seat, "'round'", "round.seat", "fill()")
+    with planted("stale rows"):
+        bench.read([seat], bench.launch([seat]))
+        refuses(bench, seat, "'round'", "round.seat", "fill()")
 
 
-def moved_weight(bench: Bench) -> str:
-    norm = bench.runner.round.target.norm
-    norm.weight = nn.Parameter(norm.weight.clone(), requires_grad=False)
-    return "target.norm.weight"
+@pytest.mark.parametrize(
+    ("fault", "buffer"), [("moved buffer", "'target.norm.weight'"), ("grown scratch", "'verify.hidden'")]
+)
+def test_fault_a4_moved_buffer(fault: str, buffer: str) -> None:
+    bench = sick_bench()
+    seat = bench.join(ASK)
+    shape = bench.natural([seat])
+    key = str(bench.runner.key_of(shape))
+    with planted(fault):
+        bench.read([seat], bench.launch([seat], shape))
+        refuses(bench, seat, buffer, key)
 
 
-def moved_cache(bench: Bench) -> str:
-    bench.runner.table.rebind("cache", bench.runner.table["cache"].clone())
-    return "cache"
-
-
-@pytest.mark.parametrize("move", [moved_weight, moved_cache])
-def test_fault_a4_moved_buffer(move: Callable[[Bench], str]) -> None:
+def test_fault_a4_moved_cache() -> None:
     bench = sick_bench()
     seat = bench.join(ASK)
     shape = bench.natural([seat])
     bench.read([seat], bench.launch([seat], shape))
-    refuses(bench, seat, f"'{move(bench)}'", str(bench.runner.key_of(shape)))
+    bench.runner.table.rebind("cache", bench.runner.table["cache"].clone())
+    refuses(bench, seat, "'cache'", str(bench.runner.key_of(shape)))
 
 
 def baking_drafter(number: Callable[[], Any]) -> Any:

@@ -76,8 +76,9 @@ def names(verdict: Verdict, name: str) -> bool:
     return found is not None and found.stage == stage and found.operation.startswith(operation)
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
-@pytest.mark.parametrize("name", by("bisect"))
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "eager") for name in by("bisect")), ("scattered accept as prefix", "static")]
+)
 def test_fault_is_named_by_bisect(name: str, mode: str) -> None:
     temperature = 1.0 if name == "biased sampling" else 0.0
     verdict = bisect(case_of(plant=name, mode=mode, temperature=temperature), HERE)

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ratoon.lab.bisect.case import Case
 from ratoon.lab.bisect.observe import Observation, compare, not_finite
 from ratoon.lab.bisect.outcome import Difference
@@ -36,8 +34,7 @@ def audit(case: Case, open_engine: Opener = opened) -> Difference | None:
     """Holds every stage of every round of the case against the dense reference."""
     side = _side(case, open_engine)
     try:
-        with torch.inference_mode():
-            want, got = prefilled(side)
+        want, got = prefilled(side)
         tolerance = _TOLERANCE[side.engine.dtype]
         found = compare(want, got, tolerance) or not_finite(got)
         number = 0
@@ -46,8 +43,7 @@ def audit(case: Case, open_engine: Opener = opened) -> Difference | None:
             stepped = _stepped(side, number)
             if isinstance(stepped, Difference):
                 return stepped
-            with torch.inference_mode():
-                found = compare(expected(side, stepped), stepped.seen, tolerance)
+            found = compare(expected(side, stepped), stepped.seen, tolerance)
             found = found and _placed(found, side, stepped, number, "the dense reference")
             number += 1
         return found

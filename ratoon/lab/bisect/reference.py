@@ -6,7 +6,8 @@ K, D: K/V heads, head dim, V: vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from ratoon.lab.bisect.side import WRONG_PAGES, Side, Stepped
 from ratoon.lab.doctor.reference import mask_of
 from ratoon.models.dflash import DFlash
 from ratoon.models.layers import Heads, Rotary
+from ratoon.ops.launch import use_kernels
 from ratoon.ops.penalties import penalise
 from ratoon.ops.sample import Draw, draw
 from ratoon.runtime.rows import Row
@@ -68,6 +70,18 @@ def _rotary(config: Any, device: torch.device) -> Rotary:
     return Rotary(config.rope, config.head_dim).to(device)
 
 
+@contextmanager
+def _without_kernels() -> Iterator[None]:
+    """What judges a kernel must not be computed by one."""
+    use_kernels("torch")
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        use_kernels("auto")
+
+
+@_without_kernels()
 def prefilled(side: Side) -> tuple[Observation, Observation]:
     """(wanted, found) K/V of all prompts, before the first round."""
     want, got = Observation(), Observation()
@@ -91,6 +105,7 @@ def prefilled(side: Side) -> tuple[Observation, Observation]:
     return want, got
 
 
+@_without_kernels()
 def expected(side: Side, stepped: Stepped) -> Observation:
     """What the observed round should have recorded. Rows are judged one by one and laid side by side."""
     parts = [_Row(side, stepped, number).expected() for number in range(len(stepped.rows))]
