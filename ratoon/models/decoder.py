@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
         self._packed_head: Tensor | None = None
+        self._lone_head: Tensor | None = None
 
     @property
     def head_weight(self) -> Tensor:
@@ -104,13 +106,19 @@ class Decoder(nn.Module):
     def prepare(self) -> None:
         """Readies all products for a CPU (models/layers.py), the head's too; the embedding stays as it is."""
         prepare(self)
+        for layer in self.layers:
+            cast(Layer, layer).prepare_lone()
         if can_pack(self.head_weight.dtype):
             self._packed_head = packed(self.head_weight)
+        elif self.head_weight.dtype == torch.float32:
+            self._lone_head = self.head_weight.detach().t().contiguous()
 
     def logits(self, h_TH: Tensor) -> Tensor:
         """The bare head: float32 [T, V] of hidden after the final norm."""
         if self._packed_head is not None:
             return packed_linear(h_TH, self._packed_head).float()
+        if self._lone_head is not None and len(h_TH) == 1:
+            return torch.mm(h_TH, self._lone_head)  # see models/lone.py
         return float_product(h_TH, self.head_weight)
 
     def rescore(self, h_TH: Tensor, token_TK: Tensor) -> Tensor:

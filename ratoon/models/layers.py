@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ratoon.core.rope import RopeConfig
+from ratoon.models.lone import LoneLayer
 from ratoon.ops.fused import (
     apply_rope,
     inverse_frequencies,
@@ -244,8 +245,19 @@ class Layer(nn.Module):
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp = MLP(hidden_size, intermediate_size)
+        self._lone: LoneLayer[Heads] | None = None
+
+    def prepare_lone(self) -> None:
+        """Readies the layer for passes of one place, which a drafter never makes."""
+        attention, mlp, norms = self.self_attn, self.mlp, (self.input_layernorm, self.post_attention_layernorm)
+        products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        if products[0].weight.dtype == torch.float32 and all(product.bias is None for product in products):
+            scales, weights = (norms[0].weight, norms[1].weight), tuple(product.weight for product in products)
+            self._lone = LoneLayer(scales, weights, norms[0].eps, attention.heads)
 
     def forward(self, index: int, h_TH: Tensor, attend: Attend) -> Tensor:
+        if self._lone is not None and len(h_TH) == 1:
+            return self._lone(index, h_TH, attend)
         attention, mlp = self.self_attn, self.mlp
         qkv_TX = attention.qkv_proj(h_TH, norm=self.input_layernorm)
         h_TH = attention.o_proj(attend(index, qkv_TX, attention.heads), residual=h_TH)

@@ -122,33 +122,23 @@ def accept_rows(
         return twin.accept_rows(places, draw, finite_T, mass_RQ, seats, seat_R, depth_limit, page_size, ring)
     walked_R, path_RD, _ = walk(places, draw.token_T, depth_limit)
     # An accepted node's token is what its parent drew, so the draws along the path are the emitted tokens.
-    token_RD = draw.token_T[path_RD]
-    emitted_R, done_R = _cut(seats, seat_R, token_RD, walked_R)
+    drawn_KRD = torch.stack((draw.token_T, draw.runner_up_T, draw.third_T, draw.edge_token_T))[:, path_RD]
+    real_KRD = torch.stack((draw.gap_T, draw.top_logit_T, draw.third_gap_T, draw.edge_gap_T))[:, path_RD]
+    emitted_R, done_R = _cut(seats, seat_R, drawn_KRD[0], walked_R)
     step_D = torch.arange(depth_limit + 1, device=seat_R.device)
     kept_RD = step_D < emitted_R[:, None]
     counts_RD = step_D < emitted_R.clamp(min=1)[:, None]
-    source_RD, target_RD, position_RD = _move_slots(places, seats, seat_R, path_RD, kept_RD, page_size)
-    rows = AcceptedRows(
-        emitted_R=emitted_R,
-        # A cut at a stop or at the limit keeps the drafted nodes before it, and its last token counts as drawn.
-        accepted_R=torch.minimum(walked_R, (emitted_R - 1).clamp(min=0)),
-        done_R=done_R,
-        bad_R=(counts_RD & (finite_T[path_RD] == 0)).any(1),
-        tokens_RD=torch.where(kept_RD, token_RD, -1),
-        runner_up_RD=torch.where(kept_RD, draw.runner_up_T[path_RD], -1),
-        third_RD=torch.where(kept_RD, draw.third_T[path_RD], -1),
-        edge_token_RD=torch.where(kept_RD, draw.edge_token_T[path_RD], -1),
-        gap_RD=draw.gap_T[path_RD],
-        top_logit_RD=draw.top_logit_T[path_RD],
-        third_gap_RD=draw.third_gap_T[path_RD],
-        edge_gap_RD=draw.edge_gap_T[path_RD],
-        path_RD=path_RD,
-        source_RD=source_RD,
-        target_RD=target_RD,
-        position_RD=position_RD,
-    )
+    id_KRD = torch.where(kept_RD, drawn_KRD, -1)
+    # A cut at a stop or at the limit keeps the drafted nodes before it, and its last token counts as drawn.
+    accepted_R = torch.minimum(walked_R, (emitted_R - 1).clamp(min=0))
+    bad_R = (counts_RD & (finite_T[path_RD] == 0)).any(1)
+    moves = _move_slots(places, seats, seat_R, path_RD, kept_RD, page_size)
+    counts = (emitted_R, accepted_R, done_R, bad_R)
+    columns = (*counts, *id_KRD.unbind(0), *real_KRD.unbind(0), path_RD, *moves)
+    rows = AcceptedRows(*columns)
     if ring is not None:
-        _write(ring, rows, places.row_start, mass_RQ, seats.round_number)
+        num_nodes_R = places.row_start[1 : len(seat_R) + 1] - places.row_start[: len(seat_R)] - 1
+        _write(ring, (*counts, num_nodes_R), id_KRD, real_KRD, mass_RQ, seats.round_number)
     _commit(seats, seat_R, rows)
     return rows
 
@@ -181,15 +171,12 @@ def _move_slots(
     return source_RD, target_RD, position_RD
 
 
-def _write(ring: Ring, rows: AcceptedRows, row_start: Tensor, mass_RQ: Tensor, number: Tensor) -> None:
-    num_rows, width = rows.path_RD.shape
-    num_nodes_R = row_start[1 : num_rows + 1] - row_start[:num_rows] - 1
-    counts = (rows.emitted_R, rows.accepted_R, rows.done_R, rows.bad_R, num_nodes_R)
+def _write(
+    ring: Ring, counts: tuple[Tensor, ...], id_KRD: Tensor, real_KRD: Tensor, mass_RQ: Tensor, number: Tensor
+) -> None:
+    num_rows, width = id_KRD.shape[1:]
     scalars_R6 = torch.stack((number.expand(num_rows), *(count.to(torch.int64) for count in counts)), dim=1)
-    ids, reals = (
-        F.pad(torch.stack([getattr(rows, f"{kind}_RD") for kind in kinds], dim=1), (0, ring.depth - width)).flatten(1)
-        for kinds in (ID_KINDS, REAL_KINDS)
-    )
+    ids, reals = (F.pad(x_KRD.transpose(0, 1), (0, ring.depth - width)).flatten(1) for x_KRD in (id_KRD, real_KRD))
     place = number % ring.ints.shape[0]
     ring.ints[:, :num_rows].index_copy_(0, place, torch.cat((scalars_R6, ids), dim=1).unsqueeze(0))
     ring.floats[:, :num_rows].index_copy_(0, place, torch.cat((reals, mass_RQ), dim=1).unsqueeze(0))

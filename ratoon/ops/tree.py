@@ -296,6 +296,8 @@ def pack(trees: TreeBatch, count_R: Tensor, anchor_R: Tensor, places: int, out: 
 
         return twin.pack(trees, count_R, anchor_R, places, out)
     num_rows, max_nodes = trees.token.shape
+    if max_nodes == 0:
+        return _placed(_roots(anchor_R, places), out)
     start_R = F.pad((count_R + 1).cumsum(0), (1, 0))
     row_start = F.pad(start_R, (0, 1), value=places)
     place_T = torch.arange(places, device=anchor_R.device)
@@ -310,12 +312,27 @@ def pack(trees: TreeBatch, count_R: Tensor, anchor_R: Tensor, places: int, out: 
     num_words = max_nodes // 64 + 1
     local = local % (num_words * 64)
     bits = _ancestor_bits(local, parent, num_words, trees.depth_limit)
-    packed = Places(token, row_of, parent, depth, local, row_start, bits)
+    return _placed(Places(token, row_of, parent, depth, local, row_start, bits), out)
+
+
+def _placed(packed: Places, out: Places | None) -> Places:
     if out is None:
         return packed
     for field in fields(Places):
         getattr(out, field.name).copy_(getattr(packed, field.name))
     return out
+
+
+def _roots(anchor_R: Tensor, places: int) -> Places:
+    """Rows of one place each, and the dummy's: plain decoding, in few calls."""
+    num_rows = len(anchor_R)
+    place_T = torch.arange(places, device=anchor_R.device)
+    row_of = place_T.clamp(max=num_rows)
+    local = (place_T - row_of) % 64
+    token = F.pad(anchor_R, (0, places - num_rows))
+    row_start = F.pad(torch.arange(num_rows + 1, device=anchor_R.device), (0, 1), value=places)
+    bits = torch.bitwise_left_shift(torch.ones_like(local), local).unsqueeze(1)
+    return Places(token, row_of, place_T, torch.zeros_like(local), local, row_start, bits)
 
 
 def _ancestor_bits(local_T: Tensor, parent_T: Tensor, num_words: int, depth_limit: int) -> Tensor:
@@ -337,6 +354,9 @@ def walk(places: Places, choice_T: Tensor, depth_limit: int) -> tuple[Tensor, Te
     next_token int64 [R], the draw at the last. Siblings must have distinct tokens.
     """
     num_rows, width = len(places.row_start) - 2, depth_limit + 1
+    if depth_limit == 0:
+        root_R = places.row_start[:num_rows]
+        return torch.zeros_like(root_R), root_R.unsqueeze(1), choice_T[root_R]
     drawn = (choice_T[places.parent] == places.token).unsqueeze(1)
     own_TW = places.bits ^ places.bits[places.parent]
     # Bits of the nodes that were not drawn; a root's own bit cancels, so it is never among them. Bits of one

@@ -1,4 +1,4 @@
-# Owns: the two forms of `Attend` over the paged cache, by masks (reference) and by kernels.
+# Owns: the forms of `Attend` over the paged cache: by masks (reference), one place of a lone row, by kernels.
 # Promises: a layer's new K/V are stored before it attends, in slots from the row's base on.
 # Never: allocates the cache, or decides which places there are.
 """Attention over the paged cache for one pass. T: places, S: slots, N, K, D: heads, K/V heads, head dim."""
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ratoon.models.layers import Heads, Rotary
@@ -38,11 +37,40 @@ class PagedAttend:
             store(cache, self.layout, kv_T2KD)
             return paged_attention(q_TND, cache, kv_T2KD[:, 1], self.layout, bias, self.page_size)
         views.own[layer].copy_(kv_T2KD)
-        if q_TND.shape[0] == 1:
-            # Plain decoding: the last place sees everything, and the group's heads need no folding.
-            q_1KGD = q_TND.view(1, kv_T2KD.shape[2], -1, q_TND.shape[2])
-            return F.scaled_dot_product_attention(q_1KGD, views.keys[layer], views.values[layer]).view_as(q_TND)
         return attend_rows(q_TND.unsqueeze(0), views.keys[layer], views.values[layer], bias).squeeze(0)
+
+
+class LoneAttend:
+    """The same for plain decoding of one row whose slots 0..C-1 lie side by side from `first_slot` on: the last place,
+    which sees everything.
+
+    Small products instead of many small calls, whose count is what a step of a small model on a CPU waits for beside
+    its weights: rotation is a product with a [D, D] matrix made once per pass, written where the key belongs.
+    """
+
+    def __init__(self, cache: Tensor, first_slot: int, context: int) -> None:
+        kv_LC2KD = cache[:, first_slot : first_slot + context]
+        keys_LCKD, values_LCKD = kv_LC2KD.unbind(2)
+        self._keys = keys_LCKD.permute(0, 2, 3, 1).unbind(0)
+        self._values = values_LCKD.transpose(1, 2).unbind(0)
+        self._own_key, self._own_value = keys_LCKD[:, -1].unbind(0), values_LCKD[:, -1].unbind(0)
+
+    def begin(self, rotary: Rotary, position_T: Tensor, dtype: torch.dtype) -> None:
+        cos_11D, sin_11D = rotary(position_T, dtype)
+        half = cos_11D.shape[-1] // 2
+        self._turn = cos_11D.flatten().diag() + sin_11D.flatten().diag().roll(half, 0)
+        self._turn_and_scale = self._turn * cos_11D.shape[-1] ** -0.5
+
+    def __call__(self, layer: int, qkv_TX: Tensor, heads: Heads) -> Tensor:
+        num_q, num_k = heads.num_heads, heads.num_kv_heads
+        q_ND, k_KD, v_KD = qkv_TX.view(-1, heads.head_dim).split_with_sizes((num_q, num_k, num_k))
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q_ND, k_KD = heads.q_norm(q_ND), heads.k_norm(k_KD)
+        torch.mm(k_KD, self._turn, out=self._own_key[layer])
+        self._own_value[layer].copy_(v_KD)
+        q_KGD = torch.mm(q_ND, self._turn_and_scale).view(num_k, -1, heads.head_dim)
+        weight_KGC = torch.bmm(q_KGD, self._keys[layer]).softmax(-1)
+        return torch.bmm(weight_KGC, self._values[layer]).view(1, -1)
 
 
 class KernelAttend:

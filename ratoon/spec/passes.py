@@ -17,7 +17,7 @@ from ratoon.ops.attention import Layout, Span, additive, block_layout, packed_la
 from ratoon.ops.launch import wants_kernel
 from ratoon.ops.places import block_places, tree_places
 from ratoon.ops.tree import Places
-from ratoon.spec.paged import KernelAttend, PagedAttend
+from ratoon.spec.paged import KernelAttend, LoneAttend, PagedAttend
 from ratoon.spec.state import Limits, RoundShape, SeatState
 
 
@@ -51,6 +51,10 @@ class Passes:
             return self._kernel_pass(cache, position_T, slot_T, span, (None,), (True,))
         start_R = state.start_S[seat_R]
         context = self._context(start_R, width, shape.live)
+        if shape.live and shape.rows == width == 1 and cache.dtype == torch.float32:
+            first_slot = self._first_slot(seat_R, context)
+            if first_slot is not None:
+                return Pass(start_R, start_R + first_slot, LoneAttend(cache, first_slot, context))
         layout = self._verify_layout(seat_R, places, start_R, context, width, shape)
         row_T = places.row_of.clamp(max=shape.rows - 1)
         position_T = torch.where(places.row_of < shape.rows, start_R[row_T], 0) + places.depth
@@ -131,12 +135,14 @@ class Passes:
 
     def _block_layout(self, seat_R: Tensor, start_R: Tensor, context: int, width: int, alone: bool) -> Layout:
         """alone: one row, whose context ends with its last place."""
-        page_RP, first_slot = self._pages(seat_R, context), None
-        if alone:
-            pages = page_RP[0].tolist()
-            if pages == list(range(pages[0], pages[0] + len(pages))):
-                first_slot = pages[0] * self.limits.page_size
-        return block_layout(start_R, page_RP, self.limits.page_size, width, alone, first_slot)
+        first_slot = self._first_slot(seat_R, context) if alone else None
+        return block_layout(start_R, self._pages(seat_R, context), self.limits.page_size, width, alone, first_slot)
+
+    def _first_slot(self, seat_R: Tensor, context: int) -> int | None:
+        """Where a lone row's cache begins, if its pages are neighbours."""
+        pages = self._pages(seat_R, context)[0].tolist()
+        together = pages == list(range(pages[0], pages[0] + len(pages)))
+        return pages[0] * self.limits.page_size if together else None
 
     def _block_bias(self, position_RB: Tensor, context: int, dtype: torch.dtype) -> list[Tensor]:
         """Additive masks of the draft layers; layers of one kind share theirs."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ratoon.core.rope import RopeConfig
-from ratoon.models.layers import Heads, Rotary
+from ratoon.models.layers import Heads, RMSNorm, Rotary
 from ratoon.ops.attention import (
     Layout,
     additive,
@@ -27,7 +27,7 @@ from ratoon.ops.attention import (
     tree_mask,
 )
 from ratoon.ops.tree import Places, TreeBatch, pack
-from ratoon.spec.paged import PagedAttend
+from ratoon.spec.paged import LoneAttend, PagedAttend
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 NUM_PAGES = 64
@@ -279,3 +279,27 @@ def test_neighbour_pages_are_read_and_written_in_place() -> None:
     untouched = filled_cache(page_size, seed=7)
     assert torch.equal(caches[1][0], untouched)
     assert not torch.equal(caches[1][1], untouched)
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "q and k norm"])
+def test_one_place_of_a_lone_row_attends_as_any_place_does(normed: bool) -> None:
+    page_size, base = 4, 6
+    context = base + 1
+    norm = None
+    if normed:
+        norm = RMSNorm(HEAD_DIM, 1e-5)
+        norm.weight.data = torch.linspace(0.5, 1.5, HEAD_DIM)
+    heads = Heads(HEADS, KV_HEADS, HEAD_DIM, norm, norm)
+    bias = torch.zeros(1, 1, HEADS // KV_HEADS, context)
+    layout = block_layout(torch.tensor([base]), torch.tensor([[3, 4]]), page_size, 1, exact=True)
+    outs, caches = [], []
+    for lone in (False, True):
+        cache = filled_cache(page_size, seed=7).repeat(2, 1, 1, 1, 1)
+        attend_one = LoneAttend(cache, 12, context) if lone else PagedAttend(cache, layout, [bias, bias], page_size)
+        attend_one.begin(UNTURNED, torch.tensor([base]), torch.float32)
+        qkv = torch.cat([part.flatten(1) for part in random_qkv(1, seed=8)], dim=1)
+        outs.append(attend_one(1, qkv, heads))
+        caches.append(cache)
+    torch.testing.assert_close(outs[0], outs[1])
+    torch.testing.assert_close(caches[0], caches[1])
+    assert not torch.equal(caches[1][1], filled_cache(page_size, seed=7)), "the place's own key and value are stored"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ratoon.models.decoder import Decoder, check_tap_ids
+from ratoon.models.layers import RMSNorm
 from ratoon.models.weights import load_model
 from tests.cpu import tiny
 from tests.dense import DenseCausal
@@ -91,11 +92,16 @@ def test_rope_kinds_equal_hugging_face(kind: str, old_keys: bool, tmp_path: Path
     assert (run(model, ids_T, position_T)[0] - expected).abs().max() < BOUND
 
 
+@pytest.mark.parametrize("prepared", [False, True], ids=["plain", "prepared"])
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_token_by_token_equals_one_pass(architecture: str, tmp_path: Path) -> None:
+def test_token_by_token_equals_one_pass(architecture: str, prepared: bool, tmp_path: Path) -> None:
     model = load_model(tiny.save(tiny.make(architecture), tmp_path), torch.float32)
+    for index, weight in enumerate(module.weight for module in model.modules() if isinstance(module, RMSNorm)):
+        weight.data = 0.5 + torch.rand(weight.shape, generator=torch.Generator().manual_seed(index))
     ids_T = tiny.ids(12)
     whole_TV, _ = run(model, ids_T)
+    if prepared:
+        model.prepare()
     attend = DenseCausal(model.config.num_layers)
     with torch.no_grad():
         for start, stop in [(0, 5), *((i, i + 1) for i in range(5, 12))]:

@@ -3,6 +3,7 @@
 # Never: compares a tensor form with itself alone.
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,15 @@ def test_rows_without_trees_commit_one_token() -> None:
     accepted, path, next_token = ops.walk(places, torch.tensor([0, 0, 8, 0]), 3)
     assert accepted.tolist() == [0, 0, 0]
     assert path.tolist() == [[0] * 4, [1] * 4, [2] * 4] and next_token.tolist() == [0, 0, 8]
+
+
+@pytest.mark.parametrize("surplus", [0, 1, 130])
+def test_rows_without_room_for_nodes_are_packed_as_rows_without_nodes(surplus: int) -> None:
+    anchor_R, cpu = torch.tensor([4, 0, 5]), torch.device("cpu")
+    none, some = ops.no_trees(3, 0, cpu), ops.no_trees(3, 2, cpu)
+    mine, other = (ops.pack(trees, trees.num_nodes, anchor_R, 3 + surplus) for trees in (none, some))
+    for field in fields(ops.Places):
+        assert torch.equal(getattr(mine, field.name), getattr(other, field.name)), field.name
 
 
 @pytest.mark.parametrize("case", range(len(BUILD["budget"])))
