@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ratoon.lab.record import git_commit, versions
+from ratoon.lab.provenance import git_commit, versions
 
 # Measured on one H200 (NUMBERS section 1); a run of the piece `limits` on the machine itself goes before it.
 COPY_BYTES_PER_S = 4.26e12

@@ -19,6 +19,7 @@ from ratoon.cli.options import (
     MaxTokens,
     Model,
     RunAhead,
+    check_folder,
     given,
     option,
 )
@@ -60,6 +61,10 @@ def bench(
     gpu_memory_utilization: GpuMemory = None,
     birth_test: BirthTest = "quick",
     kernels: Kernels = "auto",
+    out: Annotated[
+        Path | None, option(help="Folder of records and report.html; a rerun goes on where the last one ended.")
+    ] = None,
+    again: Annotated[bool, option("--again", help="Measure again what --out holds already.")] = False,
     json: Annotated[Path | None, option("--json", help="Append the records to this file, one a line.")] = None,
     stats: Annotated[bool, option("--stats", help="Show each engine's memory plan.")] = False,
 ) -> None:
@@ -89,6 +94,7 @@ def bench(
         drafter_config=drafter_config,
         simulate=simulate,
         simulate_tau=simulate_tau,
+        kernels=kernels,
         engine=given(
             max_model_len=max_model_len,
             run_ahead=run_ahead,
@@ -96,10 +102,12 @@ def bench(
             birth_test=birth_test,
         ),
     )
+    if out:
+        check_folder(out, "--out")
     if device != "auto" or kernels != "auto":
         choose_kernels(kernels, device)
     with fetch_bar() as progress:
         matrix.fetch(progress)
         matrix.fetch_model(progress)
     choose_kernels(kernels, device)
-    run(matrix, json, **({"opened": memory_plan} if stats else {}))
+    run(matrix, json, **({"opened": memory_plan} if stats else {}), out=out, again=again)

@@ -1,118 +1,176 @@
-# Owns: `ratoon bench`: the order in which cells run, on which engines, and where their records go.
+# Owns: `ratoon bench` on engines of this process: which engine serves which cell, and when it is opened and closed.
 # Promises: autoregressive cells run first and on an engine without a drafter, so the baseline carries no ballast.
 # Never: reports an average of runs: of the repeats the fastest counts.
 """Methods against each other on the same prompts."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from ratoon.core.request import Budget
-from ratoon.lab.bars import Bar, bar
+from ratoon.lab.bars import Bar, Report
+from ratoon.lab.example import example_tree
 from ratoon.lab.matrix import MODES, Group, Matrix, RandomPair
 from ratoon.lab.prompts import Prompt
-from ratoon.lab.record import Cell, Measured, measure, record, warm_up
-from ratoon.lab.table import tables, told
+from ratoon.lab.record import Cell, Measured, Run, measure, record, settings, warm_up
+from ratoon.lab.results import Record, Results
+from ratoon.lab.sweep import Task, Tick, sweep
 
 if TYPE_CHECKING:
     from ratoon.runtime.engine import Engine, StreamEvent
 
+EXAMPLE_TOKENS = 32
+
 
 def run(
-    matrix: Matrix, json_path: Path | None, opened: Callable[[Engine], None] = lambda engine: None
-) -> list[dict[str, Any]]:
-    """Runs every cell, appends each record to `json_path` as it comes ('-': standard output), shows the table.
-
-    `opened` is called with each engine before its first cell.
-    """
-    sink = _open(json_path)
+    matrix: Matrix,
+    json_path: Path | None,
+    opened: Callable[[Engine], None] = lambda engine: None,
+    out: Path | None = None,
+    again: bool = False,
+) -> list[Record]:
+    """Runs the matrix; `lab/sweep.py` says what becomes of the records. `opened` is called with each new engine."""
     prompts = matrix.fetch()
-    console = Console(stderr=str(json_path) == "-")
-    records: list[dict[str, Any]] = []
-    try:
-        with bar() as shown:
-            total = len(prompts) * matrix.repeats * sum(len(matrix.cells(group)) for group in matrix.groups())
-            shown.begin("bench", total)
-            for group in matrix.groups():
-                for row in _run_group(matrix, group, prompts, shown, opened):
-                    records.append(row)
-                    if sink:
-                        print(json.dumps(row), file=sink, flush=True)
-    finally:
-        if sink and sink is not sys.stdout:
-            sink.close()
-        if records:
-            _show(console, records)
-    return records
+
+    def engines(results: Results, shown: Bar) -> Engines:
+        return Engines(matrix, prompts, results, shown.report, opened, draws=out is not None)
+
+    return sweep(engines, json_path, out, again)
 
 
-def _open(path: Path | None) -> TextIO | None:
-    if path is None:
-        return None
-    return sys.stdout if str(path) == "-" else path.open("a", encoding="utf-8")
+class Engines:
+    """Engines of this process, one at a time: that of the last cell stays open for the next that it can serve."""
 
+    def __init__(
+        self,
+        matrix: Matrix,
+        prompts: list[Prompt],
+        results: Results,
+        report: Report,
+        opened: Callable[[Engine], None],
+        draws: bool,
+    ) -> None:
+        self.matrix, self.prompts, self.results = matrix, prompts, results
+        self._report, self._opened, self._draws = report, opened, draws
+        self._digest = digest(prompts)
+        self._dtype = self._chosen_dtype()
+        self._open: tuple[tuple[Group, Budget | None], Engine] | None = None
 
-def _show(console: Console, records: list[dict[str, Any]]) -> None:
-    for part in tables(records, console.width):
-        console.print(part)
-    for line in (line for row in records for line in told(row)):
-        console.print(line, highlight=False)
+    def tasks(self) -> list[Task]:
+        """Plain decoding first in each group, then the cells of one engine after those of another."""
+        found = []
+        for group in self.matrix.groups():
+            live, cells = self._is_live(group), self.matrix.cells(group)
+            budgets = list(dict.fromkeys(_budget(cell, live) for cell in cells))
+            cells.sort(key=lambda cell: budgets.index(_budget(cell, live)))
+            found += [self._task(group, cell) for cell in cells]
+        return found
 
+    def _task(self, group: Group, cell: Cell) -> Task:
+        configuration = {**self.matrix.configuration(group, cell), "prompts": self._digest}
+        return Task(cell, group, len(self.prompts) * self.matrix.repeats, configuration)
 
-def _run_group(
-    matrix: Matrix, group: Group, prompts: list[Prompt], shown: Bar, opened: Callable[[Engine], None]
-) -> Iterator[dict[str, Any]]:
-    reference: Measured | None = None
-    for budget, served in _by_engine(matrix, group):
-        engine = _engine(matrix, group, budget, shown)
-        try:
-            opened(engine)
-            for cell in served:
-                shown.name(f"{cell.name} C={cell.concurrency}")
-                best = _best(engine, prompts, cell, matrix.repeats, shown)
-                reference = best if cell.method == "ar" else reference
-                yield record(engine, cell, best, reference, matrix.random.simulated if matrix.random else None)
-        finally:
+    def _is_live(self, group: Group) -> bool:
+        from ratoon.runtime.setup import choose_device, choose_mode
+
+        return choose_mode(MODES[group.graphs], choose_device(self.matrix.device)) == "eager"
+
+    def measure(self, task: Task, tick: Tick) -> Record:
+        cell, engine = task.cell, self._engine(task)
+        best = _best(engine, self.prompts, cell, self.matrix.repeats, tick)
+        if cell.method == "ar":
+            self.results.keep_reference(task.key, best.kept())
+        simulated = self.matrix.random.simulated if self.matrix.random else None
+        row = record(engine, cell, best, self._reference(task), simulated)
+        drawn = self._draws and cell.method != "ar" and not self.prompts[0].num_random
+        return {
+            **row,
+            "prompt_set": self.matrix.prompts,
+            "tree": example_tree(engine, self.prompts[0], _short(cell)) if drawn else [],
+        }
+
+    def _reference(self, task: Task) -> Run | None:
+        """The autoregressive run of the same group: of this sweep, or of an earlier one in the same folder."""
+        plain = replace(task.cell, method="ar", budget=0, topk_cap=1)
+        kept = self.results.reference(self._task(task.group, plain).key)
+        return Run.of(kept) if kept else None
+
+    def _chosen_dtype(self) -> str:
+        """What 'auto' was in this folder: a probe of the processor may say one thing today and another tomorrow, and
+        tokens of two dtypes cannot be compared."""
+        here = self.matrix.configuration(self.matrix.groups()[0], self.matrix.cells(self.matrix.groups()[0])[0])
+        names = ("model", "random", "device")
+        for row in self.results.records.values():
+            told = row["configuration"]
+            if row["error"] is None and told["dtype"] == "auto" and all(told[name] == here[name] for name in names):
+                return row["dtype"]
+        return "auto"
+
+    def settings(self, task: Task) -> Record:
+        matrix, group = self.matrix, task.group
+        model = matrix.random.target if matrix.random else matrix.model
+        mode = MODES[group.graphs]
+        shared = settings(task.cell, model, matrix.drafter, mode, group.dtype, matrix.device, len(self.prompts))
+        return {**shared, "prompt_set": matrix.prompts}
+
+    def _engine(self, task: Task) -> Engine:
+        """The open engine if it serves this cell, else a new one.
+
+        Where rounds are captured each budget has its own, so that each has graphs of just its size.
+        """
+        wanted = task.group, _budget(task.cell, self._is_live(task.group))
+        if self._open is None or self._open[0] != wanted:
+            self.close()
+            engine = _engine(self.matrix, *wanted, self._dtype, self._report)
+            self._open = wanted, engine
+            if task.group.dtype == "auto":
+                self._dtype = engine.dtype
+            self._opened(engine)
+        return self._open[1]
+
+    def close(self) -> None:
+        """Closes the open engine."""
+        if self._open:
+            engine, self._open = self._open[1], None
             engine.close()
 
 
-def _by_engine(matrix: Matrix, group: Group) -> list[tuple[Budget | None, list[Cell]]]:
-    """Cells with the budget of the engine that serves them, plain decoding (None) first.
-
-    Where rounds are captured each budget has its own engine, so that each has graphs of just its size.
-    """
-    from ratoon.runtime.setup import choose_device, choose_mode
-
-    live = choose_mode(MODES[group.graphs], choose_device(matrix.device)) == "eager"
-    engines: dict[Budget | None, list[Cell]] = {}
-    for cell in matrix.cells(group):
-        budget = None if cell.method == "ar" else "auto" if live else cell.budget
-        engines.setdefault(budget, []).append(cell)
-    return list(engines.items())
+def digest(prompts: list[Prompt]) -> str:
+    """Equal for equal prompts, wherever they came from."""
+    return hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]
 
 
-def _engine(matrix: Matrix, group: Group, budget: Budget | None, shown: Bar) -> Engine:
+def _short(cell: Cell) -> Cell:
+    """As many tokens as an example needs."""
+    return replace(cell, max_tokens=min(EXAMPLE_TOKENS, cell.max_tokens))
+
+
+def _budget(cell: Cell, live: bool) -> Budget | None:
+    """The budget of the engine that serves a cell, None without a drafter."""
+    return None if cell.method == "ar" else "auto" if live else cell.budget
+
+
+def _engine(matrix: Matrix, group: Group, budget: Budget | None, auto: str, report: Report) -> Engine:
+    """`auto`: the dtype that 'auto' stands for by now."""
     from ratoon.runtime.engine import Engine
 
+    dtype = auto if group.dtype == "auto" else group.dtype
     settings = {
         "topk_cap": 0 if 0 in matrix.topk_caps else max(matrix.topk_caps),
         "budget": budget or 0,
         "mode": MODES[group.graphs],
         "max_rows": group.concurrency,
-        "progress": shown.report,
+        "progress": report,
         **matrix.engine,
     }
     if matrix.random:
-        return random_engine(matrix.random, budget is not None, matrix.device, group.dtype, settings)
+        return random_engine(matrix.random, budget is not None, matrix.device, dtype, settings)
     drafter = matrix.drafter if budget is not None else "none"
-    return Engine(matrix.model, drafter=drafter, device=matrix.device, dtype=group.dtype, **settings)
+    return Engine(matrix.model, drafter=drafter, device=matrix.device, dtype=dtype, **settings)
 
 
 def random_engine(pair: RandomPair, drafts: bool, device: str, dtype: str, settings: dict[str, Any]) -> Engine:
@@ -140,12 +198,12 @@ def random_engine(pair: RandomPair, drafts: bool, device: str, dtype: str, setti
     return Engine.from_parts(target, drafter, None, name=name, simulation=simulation, **settings)
 
 
-def _best(engine: Engine, prompts: list[Prompt], cell: Cell, repeats: int, shown: Bar) -> Measured:
+def _best(engine: Engine, prompts: list[Prompt], cell: Cell, repeats: int, tick: Tick) -> Measured:
     """The fastest of the repeats."""
 
     def watch(event: StreamEvent) -> None:
         if event.output is not None:
-            shown.advance()
+            tick()
 
     warm_up(engine, cell, prompts[0].num_random)
     runs = [measure(engine, prompts, cell, watch) for _ in range(repeats)]

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ratoon.core.request import Budget, Method, compare
-from ratoon.core.tree import Tree, draw
 from ratoon.lab.bars import bar
+from ratoon.lab.example import example_tree
 from ratoon.lab.prompts import HUMANEVAL_STOP, Prompt
 from ratoon.lab.record import Cell, Measured, measure, record, warm_up
 from ratoon.lab.table import agreement, told
@@ -86,7 +86,7 @@ def run(engine_for: EngineFor, budget: Budget, topk_cap: int, max_tokens: int) -
                     measured[cell.method] = _timed(engine, cell, shown.advance)
                     records.append(record(engine, cell, measured[cell.method], measured["ar"]))
                 if served[-1].method == "tree":
-                    picture = _picture(engine, served[-1])
+                    picture = example_tree(engine, PROMPTS[0], served[-1])
                 dtype = engine.dtype
             finally:
                 engine.close()
@@ -105,23 +105,6 @@ def _timed(engine: Engine, cell: Cell, tick: Callable[[], None]) -> Measured:
     warm_up(engine, cell)
     tick()
     return measure(engine, PROMPTS, cell, watch)
-
-
-def _picture(engine: Engine, cell: Cell) -> list[str]:
-    """Of the first prompt's trees that branch, the one with the longest accepted path. A run of its own, not timed."""
-    best: tuple[Tree, Sequence[int]] | None = None
-
-    def watch(event: StreamEvent) -> None:
-        nonlocal best
-        if event.tree is None or len(set(event.tree.parent.tolist())) == event.tree.num_nodes:
-            return
-        if best is None or len(event.path) > len(best[1]):
-            best = event.tree, event.path
-
-    engine.trace_trees = True
-    measure(engine, PROMPTS[:1], cell, watch)
-    engine.trace_trees = False
-    return draw(*best, lambda token: engine.tokenizer.decode([token], skip_special=False)) if best else []
 
 
 def _show(

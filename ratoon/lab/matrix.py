@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, TypeVar, cast, get_args
 
@@ -19,7 +19,7 @@ from ratoon.models.wheel import Progress
 N = TypeVar("N", int, float)
 
 MODES = {"auto": "auto", "on": "graph", "off": "eager"}
-_METHODS: tuple[Method, ...] = get_args(Method)
+METHODS: tuple[Method, ...] = get_args(Method)
 _DTYPES = ("auto", "bfloat16", "float32")
 _RANDOM_PROMPTS = "random:128"
 
@@ -89,6 +89,7 @@ class Matrix:
     seed: int
     cut: bool
     random: RandomPair | None
+    kernels: str
     engine: Mapping[str, Any]
 
     @classmethod
@@ -100,14 +101,14 @@ class Matrix:
         matrix = cls(
             model=given["model"],
             drafter=given["drafter"],
-            methods=cast(tuple[Method, ...], _words("--methods", given["methods"], _METHODS)),
-            budgets=tuple(_budgets(given["budgets"])),
-            topk_caps=_numbers("--topk-caps", given["topk_caps"], int, 0, MAX_BUDGET),
-            concurrency=_numbers("--concurrency", given["concurrency"], int, 1),
-            graphs=_words("--graphs", given["graphs"], tuple(MODES)),
-            dtypes=_words("--dtype", given["dtype"], _DTYPES),
+            methods=cast(tuple[Method, ...], words("--methods", given["methods"], METHODS)),
+            budgets=tuple(budgets_of(given["budgets"])),
+            topk_caps=numbers("--topk-caps", given["topk_caps"], int, 0, MAX_BUDGET),
+            concurrency=numbers("--concurrency", given["concurrency"], int, 1),
+            graphs=words("--graphs", given["graphs"], tuple(MODES)),
+            dtypes=words("--dtype", given["dtype"], _DTYPES),
             device=given["device"],
-            temperatures=_numbers("--temperature", given["temperature"], float, 0.0),
+            temperatures=numbers("--temperature", given["temperature"], float, 0.0),
             prompts=given["prompts"] or (_RANDOM_PROMPTS if pair else "humaneval"),
             limit=given["limit"],
             max_tokens=given["max_tokens"],
@@ -115,6 +116,7 @@ class Matrix:
             seed=given["seed"],
             cut=given["cut"],
             random=pair,
+            kernels=given["kernels"],
             engine=given["engine"],
         )
         matrix._check()
@@ -149,7 +151,7 @@ class Matrix:
     def cells(self, group: Group) -> list[Cell]:
         """The group's cells, ar first, none twice."""
         cells: list[Cell] = []
-        for method in sorted(self.methods, key=_METHODS.index):
+        for method in sorted(self.methods, key=METHODS.index):
             budgets = self.budgets if method != "ar" else (0,)
             caps = self.topk_caps if method == "tree" else (1,)
             for budget, cap in product(budgets, caps):
@@ -168,6 +170,19 @@ class Matrix:
                 cells.append(cell)
         return list(dict.fromkeys(cells))
 
+    def configuration(self, group: Group, cell: Cell) -> dict[str, Any]:
+        """All that the cell's figures may depend on, but for prompts, machine and code. Plain decoding has no drafter,
+        so that its figures serve every one."""
+        drafts, pair = cell.method != "ar", asdict(self.random) if self.random else None
+        if pair and not drafts:
+            pair = {"target": pair["target"]}
+        return {
+            **{"model": self.model, "drafter": self.drafter if drafts else None, "random": pair},
+            **asdict(cell),
+            **{"graphs": group.graphs, "dtype": group.dtype, "device": self.device, "kernels": self.kernels},
+            **{"repeats": self.repeats, "engine": dict(self.engine)},
+        }
+
 
 def _random_pair(given: Mapping[str, Any]) -> RandomPair | None:
     shapes = ("drafter_config", "simulate", "simulate_tau")
@@ -181,28 +196,31 @@ def _random_pair(given: Mapping[str, Any]) -> RandomPair | None:
     return RandomPair(*(given[name] for name in ("random_weights", *shapes)))
 
 
-def _words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    unknown = [word for word in words if word not in known]
-    if unknown or not words:
+def words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """A list of known words, none twice. ValueError naming the option."""
+    given = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    unknown = [word for word in given if word not in known]
+    if unknown or not given:
         raise ValueError(f"{option} takes {', '.join(known)} separated by commas, got '{text}'")
-    return words
+    return given
 
 
-def _numbers(option: str, text: str, kind: type[N], least: N, most: float = float("inf")) -> tuple[N, ...]:
+def numbers(option: str, text: str, kind: type[N], least: N, most: float = float("inf")) -> tuple[N, ...]:
+    """A list of numbers within limits, none twice. ValueError naming the option."""
     try:
-        numbers = tuple(dict.fromkeys(kind(entry) for entry in text.split(",")))
+        given = tuple(dict.fromkeys(kind(entry) for entry in text.split(",")))
     except ValueError:
-        numbers = ()
-    if not numbers or not all(least <= number <= most for number in numbers):
+        given = ()
+    if not given or not all(least <= number <= most for number in given):
         limit = "" if most == float("inf") else f" to {most:g}"
         raise ValueError(f"{option} takes numbers from {least}{limit} separated by commas, got '{text}'")
-    return numbers
+    return given
 
 
-def _budgets(text: str) -> Iterator[Budget]:
+def budgets_of(text: str) -> Iterator[Budget]:
+    """Numbers of nodes, or auto, none twice."""
     for entry in dict.fromkeys(part.strip() for part in text.split(",")):
         if entry == "auto":
             yield "auto"
         else:
-            yield from _numbers("--budgets (beside auto)", entry, int, 0, MAX_BUDGET)
+            yield from numbers("--budgets (beside auto)", entry, int, 0, MAX_BUDGET)

@@ -15,7 +15,7 @@ from ratoon.core.config import ModelConfig
 from ratoon.core.drafter import DrafterConfig
 from ratoon.core.request import Budget, Method
 from ratoon.lab.gpus import gpu_of, link_of
-from ratoon.lab.matrix import _METHODS, _budgets, _numbers, _words
+from ratoon.lab.matrix import METHODS, budgets_of, numbers, words
 from ratoon.lab.plan import Pair, Prediction, Round, Shape, best, plain, predict
 from ratoon.lab.predicted import fit
 
@@ -34,8 +34,8 @@ class Question:
     @classmethod
     def parse(cls, **given: Any) -> Question:
         """From the command line's texts. Raises ValueError or FileNotFoundError naming the option."""
-        methods = cast(tuple[Method, ...], _words("--methods", given["methods"], _METHODS))
-        tau, budgets = given["tau"], tuple(_budgets(given["budgets"]))
+        methods = cast(tuple[Method, ...], words("--methods", given["methods"], METHODS))
+        tau, budgets = given["tau"], tuple(budgets_of(given["budgets"]))
         if tau is not None and (tau < 1 or "tree" in methods or "auto" in budgets):
             raise ValueError("--tau is the mean of a chain with a fixed budget, at least 1: use --methods ar,chain")
         pair = _pair(given["model"], given["drafter"], given["gpus"], given["gpu"], given["link"])
@@ -43,7 +43,7 @@ class Question:
             raise ValueError(
                 "chain and tree need a --drafter (a config.json, a directory or a hub id): or --methods ar"
             )
-        concurrency, contexts = (_numbers(f"--{name}", given[name], int, 1) for name in ("concurrency", "context"))
+        concurrency, contexts = (numbers(f"--{name}", given[name], int, 1) for name in ("concurrency", "context"))
         return cls(pair, methods, budgets, concurrency, contexts, tau)
 
     def rounds(self, rows: int, context: int) -> Iterator[Prediction]:

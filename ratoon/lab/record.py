@@ -6,22 +6,19 @@
 from __future__ import annotations
 
 import math
-import platform
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratoon import __version__
+import numpy as np
+
 from ratoon.core.request import Budget, Method, RequestOutput, SamplingParams, compare, near_tie_bound
 from ratoon.lab.acceptance import accept_per_position, tau, until_repeat, until_stop
+from ratoon.lab.memory import peak_bytes, reset_peak
 from ratoon.lab.prompts import Prompt, random_ids
+from ratoon.lab.provenance import git_commit, versions
 
 if TYPE_CHECKING:
     from ratoon.runtime.engine import Engine, StreamEvent
@@ -30,7 +27,7 @@ Watch = Callable[["StreamEvent"], None]
 
 STAGES = ("draft", "build", "verify", "accept", "commit", "draft_build", "accept_commit")
 WARM_UP_TOKENS = 16
-_VERSIONED = ("torch", "triton", "numpy", "tokenizers", "safetensors")
+PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
@@ -71,18 +68,11 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Outputs in the order of the prompts, wall time of the whole set (prefill included), mean stage times.
+class Run:
+    """Outputs in the order of the prompts, and the wall time of the whole set (prefill included)."""
 
-    `ttft_s` counts from when a prompt was let in: one that waits for a free row is not late.
-    """
-
-    prompts: tuple[Prompt, ...]
     outputs: tuple[RequestOutput, ...]
-    ttft_s: tuple[float, ...]
     wall_s: float
-    stage_ms: Mapping[str, float]
-    fallbacks: int
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +81,35 @@ class Measured:
     @property
     def tok_s(self) -> float:
         return self.num_tokens / self.wall_s
+
+    def kept(self) -> dict[str, Any]:
+        """What `of` makes it of again, for JSON."""
+        return {"wall_s": self.wall_s, "outputs": [asdict(output) for output in self.outputs]}
+
+    @classmethod
+    def of(cls, kept: Mapping[str, Any]) -> Run:
+        def output(fields: Mapping[str, Any]) -> RequestOutput:
+            tuples: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+            return RequestOutput(**tuples)
+
+        return cls(tuple(output(fields) for fields in kept["outputs"]), kept["wall_s"])
+
+
+@dataclass(frozen=True)
+class Measured(Run):
+    """A run with its prompts and what was seen of it; mean stage times.
+
+    `ttft_s` counts from when a prompt was let in: one that waits for a free row is not late. `itl_s`: seconds between
+    tokens, those of one round sharing its time. `peak_bytes`: runtime memory while it ran, None where unknown.
+    """
+
+    prompts: tuple[Prompt, ...]
+    ttft_s: tuple[float, ...]
+    itl_s: tuple[float, ...]
+    stage_ms: Mapping[str, float]
+    rounds: int
+    fallbacks: Mapping[str, int]
+    peak_bytes: int | None
 
 
 def encode(engine: Engine, prompt: Prompt) -> list[int]:
@@ -106,24 +125,30 @@ def measure(engine: Engine, prompts: Sequence[Prompt], cell: Cell, watch: Watch 
     """Runs `prompts`, at most `cell.concurrency` at a time. `watch` sees each stream event."""
     ids = [encode(engine, prompt) for prompt in prompts]
     before = engine.counters()
+    reset_peak(engine.device)
     begun = time.perf_counter()
     outputs: list[RequestOutput] = []
     ttft_s: list[float] = []
+    itl_s: list[float] = []
     # One call serves prompts that share their stop strings; a set has one group, the demo two.
     for stop, group in groupby(range(len(prompts)), key=lambda i: prompts[i].stop):
         stream = _Stream(cell.concurrency, watch)
         stream.run(engine, [ids[i] for i in group], cell.params(stop))
         outputs += [stream.outputs[i] for i in sorted(stream.outputs)]
         ttft_s += stream.ttft_s()
+        itl_s += stream.itl_s
     wall_s = time.perf_counter() - begun
     after = engine.counters()
     return Measured(
         prompts=tuple(prompts),
         outputs=tuple(outputs),
-        ttft_s=tuple(ttft_s),
         wall_s=wall_s,
+        ttft_s=tuple(ttft_s),
+        itl_s=tuple(itl_s),
         stage_ms=_stage_ms(before, after),
+        rounds=int(after.get("rounds", 0) - before.get("rounds", 0)),
         fallbacks=_fallbacks(before, after),
+        peak_bytes=peak_bytes(engine.device),
     )
 
 
@@ -133,7 +158,9 @@ class _Stream:
     def __init__(self, concurrency: int, watch: Watch | None) -> None:
         self.concurrency, self.watch = concurrency, watch
         self.outputs: dict[int, RequestOutput] = {}
+        self.itl_s: list[float] = []
         self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
         self._room: list[float] = []
 
     def run(self, engine: Engine, ids: list[list[int]], params: SamplingParams) -> None:
@@ -141,11 +168,20 @@ class _Stream:
         for event in engine.stream(ids, params):
             now = time.perf_counter()
             self._first.setdefault(event.index, now)
+            self._note_gap(event, now)
             if event.output is not None:
                 self.outputs[event.index] = event.output
                 self._room.append(now)
             if self.watch:
                 self.watch(event)
+
+    def _note_gap(self, event: StreamEvent, now: float) -> None:
+        """The tokens of one event came together: each took its share of the time since the event before."""
+        if not event.token_ids:
+            return
+        if event.index in self._last:
+            self.itl_s += [(now - self._last[event.index]) / len(event.token_ids)] * len(event.token_ids)
+        self._last[event.index] = now
 
     def ttft_s(self) -> list[float]:
         """The engine lets requests in first come, first served: the i-th when the i-th room became free."""
@@ -158,8 +194,23 @@ def _stage_ms(before: Mapping[str, float], after: Mapping[str, float]) -> dict[s
     return {stage: ms / rounds for stage, ms in spent.items() if rounds and f"ms_{stage}" in after}
 
 
-def _fallbacks(before: Mapping[str, float], after: Mapping[str, float]) -> int:
-    return int(sum(after[key] - before.get(key, 0) for key in after if key.startswith("fallback")))
+def _fallbacks(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
+    """Those that happened, by name."""
+    since = {key: int(after[key] - before.get(key, 0)) for key in after if key.startswith("fallback")}
+    return {key.removeprefix("fallback_"): count for key, count in since.items() if count}
+
+
+def percentiles_ms(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+    """Percentiles in milliseconds; None where nothing was timed."""
+    values = np.percentile(seconds, PERCENTILES) * 1000 if len(seconds) else [None] * len(PERCENTILES)
+    return {f"{name}_ms_p{p}": _rounded(value) for p, value in zip(PERCENTILES, values, strict=True)}
+
+
+def _graph_share(engine: Engine, measured: Measured) -> float | None:
+    """Share of the rounds that ran in a graph."""
+    if engine.mode not in ("graph", "staged"):
+        return 0.0
+    return _rounded(1 - measured.fallbacks.get("no_graph", 0) / measured.rounds) if measured.rounds else None
 
 
 def warm_up(engine: Engine, cell: Cell, num_random: int = 0) -> None:
@@ -170,11 +221,33 @@ def warm_up(engine: Engine, cell: Cell, num_random: int = 0) -> None:
     engine.generate(ids, replace(cell, max_tokens=min(WARM_UP_TOKENS, cell.max_tokens)).params(()))
 
 
+def settings(
+    cell: Cell, model: str, drafter: str | None, mode: str | None, dtype: str | None, device: str | None, prompts: int
+) -> dict[str, Any]:
+    """What a record says of its cell, whatever became of it."""
+    speculative = cell.method != "ar"
+    return {
+        "model": model,
+        "drafter": drafter if speculative else None,
+        "method": cell.method,
+        "budget": cell.budget if speculative else 0,
+        "topk_cap": cell.topk_cap if cell.method == "tree" else None,
+        "concurrency": cell.concurrency,
+        "mode": mode,
+        "dtype": dtype,
+        "device": device,
+        "temperature": cell.temperature,
+        "max_tokens": cell.max_tokens,
+        "cut": cell.cut,
+        "prompts": prompts,
+    }
+
+
 def record(
     engine: Engine,
     cell: Cell,
     measured: Measured,
-    reference: Measured | None,
+    reference: Run | None,
     simulated: str | float | None = None,
 ) -> dict[str, Any]:
     """The bench record. `reference`: the autoregressive run of the same prompts, or None where there was none.
@@ -185,21 +258,9 @@ def record(
     compared = reference if simulated is None else None
     divergences = _divergences(measured, compared, engine.dtype) if compared else []
     verdicts = [divergence["verdict"] for divergence in divergences]
-    speculative = cell.method != "ar"
     return {
-        "model": engine.model,
-        "drafter": engine.drafter if speculative else None,
-        "method": cell.method,
-        "budget": cell.budget if speculative else 0,
-        "topk_cap": cell.topk_cap if cell.method == "tree" else None,
-        "concurrency": cell.concurrency,
-        "mode": engine.mode,
-        "dtype": engine.dtype,
-        "device": engine.device,
-        "temperature": cell.temperature,
+        **settings(cell, engine.model, engine.drafter, engine.mode, engine.dtype, engine.device, len(outputs)),
         "simulated": simulated,
-        "cut": cell.cut,
-        "prompts": len(outputs),
         "output_tokens": measured.num_tokens,
         "tok_s": round(measured.tok_s, 2),
         "speedup_vs_ar": round(measured.tok_s / reference.tok_s, 3) if reference else None,
@@ -212,8 +273,14 @@ def record(
         "mismatched_prompts": verdicts.count("mismatch") if compared else None,
         "divergences": divergences,
         **{f"ms_{stage}": _rounded(measured.stage_ms.get(stage)) for stage in STAGES},
-        "ttft_ms": round(1000 * statistics.median(measured.ttft_s), 2),
-        "fallbacks": measured.fallbacks,
+        "ttft_ms": round(1000 * float(np.median(measured.ttft_s)), 2),
+        **percentiles_ms("ttft", measured.ttft_s),
+        **percentiles_ms("itl", measured.itl_s),
+        "peak_memory_bytes": measured.peak_bytes,
+        "rounds": measured.rounds,
+        "graph_share": _graph_share(engine, measured),
+        "fallbacks": sum(measured.fallbacks.values()),
+        "fallbacks_by_name": dict(measured.fallbacks),
         "git_commit": git_commit(),
         "versions": versions(),
     }
@@ -231,7 +298,7 @@ def _tau_cut(engine: Engine, measured: Measured) -> float | None:
     return tau(measured.outputs, [until_stop(output, prompt.stop, decode) for prompt, output in pairs])
 
 
-def _divergences(measured: Measured, reference: Measured, dtype: str) -> list[dict[str, Any]]:
+def _divergences(measured: Measured, reference: Run, dtype: str) -> list[dict[str, Any]]:
     """Where texts leave the autoregressive ones: prompt, index of the token, AR's gaps and their bound there."""
     found = []
     for prompt, ours, theirs in zip(measured.prompts, reference.outputs, measured.outputs, strict=True):
@@ -258,26 +325,4 @@ def _finite(gaps: Sequence[float], place: int) -> float | None:
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
-
-
-def git_commit() -> str | None:
-    """Commit of the source tree that runs, with '-dirty' where it has changes; None outside of one."""
-    here = Path(__file__).resolve().parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
-def versions() -> dict[str, str]:
-    """Versions of what computes. Packages that are not installed are left out."""
-    found = {"python": platform.python_version(), "platform": sys.platform, "ratoon": __version__}
-    for package in _VERSIONED:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return None if value is None else round(float(value), 3)

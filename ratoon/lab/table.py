@@ -60,6 +60,11 @@ def _method(row: Record) -> str:
     return "ar" if row["method"] == "ar" else f"{row['method']} {row['budget']}{cap}"
 
 
+def _cell(row: Record) -> str:
+    settings = [f"{_SETTINGS[name]}={row[name]}" for name in ("concurrency", "temperature")]
+    return " ".join((_method(row), *settings))
+
+
 def _figures(row: Record) -> list[str]:
     first = row["accept_per_position"][0] if row["accept_per_position"] else None
     figures = [(row["tok_s"], ".1f"), (row["speedup_vs_ar"], ".2f"), (row["tau"], ".2f"), (first, ".2f")]
@@ -75,11 +80,14 @@ def agreement(row: Record) -> str:
     return ", ".join(parts)
 
 
+def failure(row: Record) -> str:
+    """A cell that has no figures, and why."""
+    return f"{_cell(row)}: {row['error']}"
+
+
 def told(row: Record) -> list[str]:
     """A line per first divergence from the autoregressive tokens: near-ties are printed, never skipped."""
-    settings = [f"{_SETTINGS[name]}={row[name]}" for name in ("concurrency", "temperature")]
-    cell = " ".join((_method(row), *settings))
-    return [f"{cell}: {d['prompt']} differs from token {d['index']} on: {_judged(d)}" for d in row["divergences"]]
+    return [f"{_cell(row)}: {d['prompt']} differs from token {d['index']} on: {_judged(d)}" for d in row["divergences"]]
 
 
 def _judged(divergence: Record) -> str:
