@@ -1,34 +1,38 @@
-# Owns: the engine: loading a pair, admitting requests, launching rounds, delivering text.
+# Owns: the engine: loading a pair, resolving its settings, starting its loop; the ways to ask it for text.
 # Promises: a request's tokens do not depend on its neighbours, the method or the run-ahead; nothing leaks.
 # Never: prints; touches another request when one fails.
 """`Engine`: prompts in, text out."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ratoon.core.request import FinishReason, Method, RequestOutput, SamplingParams
-from ratoon.core.tree import Tree
+from ratoon.core.request import Method, RequestOutput, SamplingParams
 from ratoon.models.decoder import Decoder
 from ratoon.models.dflash import DFlash
 from ratoon.models.hub import drafter_for, resolve
 from ratoon.models.layers import prepare
 from ratoon.models.weights import load_config, load_drafter, load_model
+from ratoon.runtime.background import Background
 from ratoon.runtime.birth import check_births
 from ratoon.runtime.chooser import Chooser
 from ratoon.runtime.graphs import Level
 from ratoon.runtime.intake import Intake, Prompt
 from ratoon.runtime.kv import specs_of
+from ratoon.runtime.loop import Loop, StreamEvent
 from ratoon.runtime.pages import PagePool
 from ratoon.runtime.plan import device_memory, fit_pages, memory_remedy, page_bytes, plan_memory
+from ratoon.runtime.prefix import PrefixCache
 from ratoon.runtime.rows import Row
-from ratoon.runtime.runner import Launch, Runner
+from ratoon.runtime.runner import Runner
+from ratoon.runtime.scheduler import Scheduler, Sizes
 from ratoon.runtime.setup import (
+    PREFILL_SIZE,
+    Admission,
     Options,
     Settings,
     choose_device,
@@ -47,17 +51,14 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class StreamEvent:
-    """News of one request. `output` comes with the last event; `tree` and `path` (accepted nodes, the root
-    included) only while `Engine.trace_trees` is set."""
+class Statistics:
+    """Requests that hold a seat and that wait, and pages of the cache: available (idle ones of the prefix cache
+    included) of all."""
 
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    output: RequestOutput | None = None
-    tree: Tree | None = None
-    path: tuple[int, ...] = ()
+    num_running: int
+    num_waiting: int
+    available_pages: int
+    num_pages: int
 
 
 class Engine:
@@ -67,7 +68,9 @@ class Engine:
     any), 'none', or as for model. method 'tree', 'chain' or 'ar' (None or 'auto': tree with a drafter, else ar) and
     budget (drafted nodes a round, 'auto', 0 = AR) are defaults that a request may override. run_ahead: rounds launched
     before the oldest is read (None: 1 where a GPU replays graphs, else 0). gpu_memory_utilization: the share of a GPU
-    that weights, caches and graphs may take. progress(what, done, total) follows capture, its tests and measurements.
+    that weights, caches and graphs may take. enable_prefix_caching: known beginnings of prompts are not computed
+    again. chunked_prefill_size: prompt tokens computed between two rounds while others decode. admission: 'reserve'
+    or 'worst-case' (runtime/setup.py `Options`). progress(what, done, total) follows capture, tests, measurements.
     Raises ValueError, FileNotFoundError or MemoryError with the remedy.
     """
 
@@ -91,6 +94,9 @@ class Engine:
         debug: bool = False,
         shapes: Sequence[RoundShape] | None = None,
         cache_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        chunked_prefill_size: int | None = None,
+        admission: Admission = "reserve",
         progress: Progress | None = None,
     ) -> None:
         options = Options(
@@ -107,6 +113,9 @@ class Engine:
             debug=debug,
             shapes=shapes,
             cache_tokens=cache_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            chunked_prefill_size=chunked_prefill_size,
+            admission=admission,
         )
         where, path, draft_path = choose_device(device), resolve(model), _drafter_path(model, drafter)
         choose_method(method, draft_path is not None)
@@ -174,6 +183,9 @@ class Engine:
             run_ahead=run_ahead,
             birth_test=options.birth_test,
             gpu_memory_utilization=options.gpu_memory_utilization,
+            enable_prefix_caching=options.enable_prefix_caching,
+            chunked_prefill_size=options.chunked_prefill_size or PREFILL_SIZE[where.type],
+            admission=options.admission,
         )
         self._intake = Intake(self.settings, limits, target.config, tokenizer, drafter is not None, simulation)
         shapes = self._shapes(limits, options)
@@ -187,12 +199,20 @@ class Engine:
             self.runner = Runner(target, drafter, self.limits, where, mode, options.debug, simulation)
             self._chooser = Chooser(self.runner)
             self._open(shapes, options.birth_test, progress)
-        self._pages = PagePool(self.limits.num_pages)
-        self._free_seats = list(range(options.max_rows, 0, -1))
-        self._waiting: deque[Row] = deque()
-        self._rows: dict[int, Row] = {}
-        self._in_flight: deque[Launch] = deque()
-        self._counters: Counter[str] = Counter()
+        self._loop = Loop(self.runner, self._chooser, self._scheduler())
+        self._background: Background | None = None
+
+    def _scheduler(self) -> Scheduler:
+        limits, settings = self.limits, self.settings
+        sizes = Sizes(
+            max_rows=limits.max_rows,
+            page_size=limits.page_size,
+            scratch=limits.scratch,
+            step=limits.max_depth + 1,
+            prefill=settings.chunked_prefill_size,
+        )
+        cache = PrefixCache(PagePool(limits.num_pages), limits.page_size, settings.enable_prefix_caching)
+        return Scheduler(sizes, cache, worst_case=settings.admission == "worst-case")
 
     def _shapes(self, limits: Limits, options: Options) -> Sequence[RoundShape]:
         """What padded modes open."""
@@ -277,12 +297,25 @@ class Engine:
         self.runner.trace = wanted
 
     def counters(self) -> dict[str, float]:
-        """Counts since start: rounds, tokens, `ms_*` of the stages, `fallback_*`, `bucket_*`."""
-        return {**self._counters, **self._chooser.counts, **self.runner.stage_ms, **self.runner.fallbacks}
+        """Counts since start: rounds, tokens, `ms_*` of the stages, `fallback_*`, `bucket_*`, preemptions, and prompt
+        tokens asked of the prefix cache and found there."""
+        scheduler = self._loop.scheduler
+        cache = {"prefix_asked_tokens": scheduler.cache.asked_tokens, "prefix_hit_tokens": scheduler.cache.hit_tokens}
+        own = {**self._loop.counters, **scheduler.counts, **cache}
+        return {**own, **self._chooser.counts, **self.runner.stage_ms, **self.runner.fallbacks}
+
+    def statistics(self) -> Statistics:
+        """What the engine is doing now."""
+        scheduler = self._loop.scheduler
+        cache = scheduler.cache
+        return Statistics(scheduler.num_seated, scheduler.num_waiting, cache.num_available, cache.num_pages)
 
     def close(self) -> None:
         """Ends every request and frees the device's graphs and caches."""
-        self._abort_all()
+        if self._background:
+            self._background.close()
+            self._background = None
+        self._loop.abort_all()
         self.runner.close()
 
     def __enter__(self) -> Engine:
@@ -294,122 +327,69 @@ class Engine:
     # ---- generating -------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> list[RequestOutput]:
-        """Finished outputs, in the order of the prompts (texts, or sequences of token ids)."""
-        rows = self._intake.rows(prompts, params)
-        done = {event.index: event.output for event in self._serve(rows, streams=False) if event.output is not None}
+        """Finished outputs, in the order of the prompts (texts, or sequences of token ids).
+
+        priority: lower goes first. A request that is not finished after timeout_s ends there, by 'abort'.
+        """
+        rows = self._intake.rows(prompts, params, priority, timeout_s)
+        for row in rows:
+            row.streams = False
+        done = {event.index: event.output for event in self._serve(rows) if event.output is not None}
         return [done[index] for index in sorted(done)]
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> Generator[StreamEvent]:
         """Events as rounds end. Closing the iterator early aborts what is unfinished.
 
         All prompts are checked before the first runs: ValueError for an empty one, or one longer than the context.
         """
-        return self._serve(self._intake.rows(prompts, params), streams=True)
+        return self._serve(self._intake.rows(prompts, params, priority, timeout_s))
 
-    # ---- the loop ---------------------------------------------------------------------------------------------
-
-    def _serve(self, rows: list[Row], streams: bool) -> Generator[StreamEvent]:
-        """streams: an event for every row of every round; else one per row, when it is finished."""
-        if self._waiting or self._rows:
+    def _serve(self, rows: list[Row]) -> Generator[StreamEvent]:
+        if self._loop.busy or self._background:
             raise RuntimeError("another stream is still open on this engine: finish it or close() it first")
-        self._waiting.extend(rows)
+        for row in rows:
+            self._loop.submit(row)
         try:
-            while any(row.finish_reason is None for row in rows):
-                self._admit()
-                live = [row for row in self._rows.values() if row.finish_reason is None]
-                assert live or self._in_flight, "requests wait for pages that no row holds: pages were lost"
-                if live and len(self._in_flight) <= self.limits.run_ahead:
-                    self._launch(live)
-                if self._in_flight and (len(self._in_flight) > self.limits.run_ahead or not live):
-                    yield from self._deliver(self._in_flight.popleft(), streams)
+            while self._loop.busy:
+                for _, event in self._loop.turn():
+                    yield event
         finally:
-            self._abort_all()
+            self._loop.abort_all()
 
-    def _admit(self) -> None:
-        """Seats waiting requests while seats and pages last; pages cover the request's longest course."""
-        while self._waiting and self._free_seats:
-            row = self._waiting[0]
-            longest = min(len(row.prompt) + row.params.max_tokens, self.limits.max_model_len)
-            num_pages = -(-(longest + self.limits.scratch) // self.limits.page_size)
-            if num_pages > self._pages.num_free:
-                return
-            self._waiting.popleft()
-            row.seat, row.pages = self._free_seats.pop(), self._pages.take(num_pages)
-            self._rows[row.seat] = row
-            self._join(row, longest)
+    async def stream_async(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[StreamEvent]:
+        """Events of one request, beside any number of others: `async for event in engine.stream_async(prompt)`.
 
-    def _join(self, row: Row, limit: int) -> None:
-        params = row.params
-        self.runner.join(
-            row.seat,
-            row.prompt,
-            row.pages,
-            params,
-            row.stop_ids,
-            params.seed_or_fresh(),
-            limit,
-            row.budget,
-            row.topk_cap,
-        )
-        self._chooser.join(row)
-        self.runner.prefill(row.seat, row.prompt, 0, len(row.prompt) - 1)
-
-    def _launch(self, live: list[Row]) -> None:
-        launch = self.runner.launch([row.seat for row in live], self._chooser.shape(live))
-        for row in live:
-            row.last_launch = launch.number
-        self._in_flight.append(launch)
-        self._counters["rounds"] += 1
-
-    def _deliver(self, launch: Launch, streams: bool) -> Iterator[StreamEvent]:
-        results = self.runner.read(launch)
-        trees = self.runner.trees(launch)
-        for seat, result in zip(launch.seats, results, strict=True):
-            row = self._rows.get(seat)
-            if row is None or row.finish_reason is not None:
-                continue
-            if result.bad:
-                self._abort_all()
-                raise RuntimeError(
-                    f"the target gave a NaN for request {row.index}: its weights are damaged, or {self.dtype} is too "
-                    "narrow for it: load it anew, or try dtype float32"
-                )
-            tokens = row.take(result)
-            self._chooser.observe(row, launch.shape, result)
-            self._counters["tokens"] += len(tokens)
-            if row.finish_reason is not None and not result.done:
-                self.runner.stop(seat)  # a stop string: the device does not know
-            if streams or row.finish_reason is not None:
-                tree, path = trees.get(seat, (None, ()))
-                output = None if row.finish_reason is None else row.output()
-                text = row.new_text() if streams else row.text
-                yield StreamEvent(row.index, text, tuple(tokens), row.finish_reason, output, tree, path)
-        self._free(launch.number)
-
-    def _free(self, read_until: int) -> None:
-        """Gives back seats and pages that no launched round names any more."""
-        for seat, row in list(self._rows.items()):
-            if row.finish_reason is not None and row.last_launch <= read_until:
-                del self._rows[seat]
-                self._pages.give_back(row.pages)
-                self._free_seats.append(seat)
-                self._chooser.leave(row)
-
-    def _abort_all(self) -> None:
-        """Drops whatever is waiting or running; rounds in flight are read and thrown away."""
-        for row in [*self._waiting, *self._rows.values()]:
-            row.abort()
-        self._waiting.clear()
-        while self._in_flight:
-            self.runner.read(self._in_flight.popleft())
-        self.runner.settle()
-        for seat in self._rows:
-            self.runner.stop(seat)
-        self._free(self.runner.num_launched)
+        The first call starts a thread that turns the engine until `close`. Leaving the loop early, or cancelling the
+        task, aborts the request. Raises as `stream` does.
+        """
+        [row] = self._intake.rows([prompt], params, priority, timeout_s)
+        if self._background is None:
+            if self._loop.busy:
+                raise RuntimeError("another stream is still open on this engine: finish it or close() it first")
+            self._background = Background(self._loop)
+        async for event in self._background.stream(row):
+            yield event
 
 
 def _drafter_path(model: str, drafter: str | None) -> Path | None:

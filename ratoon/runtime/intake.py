@@ -34,9 +34,15 @@ class Intake:
     simulation: Simulation | None = None
 
     def rows(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> list[Row]:
         """One row per prompt. Raises ValueError with the remedy."""
+        if timeout_s is not None and timeout_s <= 0:
+            raise ValueError(f"timeout_s must be above 0 seconds, got {timeout_s:g}")
         if isinstance(prompts, bytes) or not isinstance(prompts, str | Iterable):
             raise ValueError(f"prompts must be text, token ids, or a list of them, got {type(prompts).__name__}")
         several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -48,9 +54,13 @@ class Intake:
             raise ValueError(
                 f"{len(several)} prompts but {len(params)} sampling parameters: give one for all, or one each"
             )
-        return [self._row(i, p, q) for i, (p, q) in enumerate(zip(several, params, strict=True))]
+        made = [self._row(i, p, q, priority) for i, (p, q) in enumerate(zip(several, params, strict=True))]
+        if timeout_s is not None:
+            for row in made:
+                row.ticket.deadline = row.submitted + timeout_s
+        return made
 
-    def _row(self, index: int, prompt: Prompt, params: SamplingParams) -> Row:
+    def _row(self, index: int, prompt: Prompt, params: SamplingParams, priority: int) -> Row:
         ids = self._ids(prompt)
         self._check_prompt(ids)
         params.check_vocabulary(self.config.vocab_size)
@@ -79,6 +89,8 @@ class Intake:
             is_auto=budget is None and method != "ar",
             tokenizer=self.tokenizer,
             submitted=time.perf_counter(),
+            limit=min(len(ids) + params.max_tokens, self.limits.max_model_len),
+            priority=priority,
         )
 
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:

@@ -62,7 +62,8 @@ def seat_state(table: BufferTable) -> SeatState:
 
 
 def _input_specs(limits: Limits, chunk: int) -> list[BufferSpec]:
-    """The round's seats, a prompt's chunk, a seat's record, and the prompt of a row with penalties."""
+    """The round's seats, a prompt's chunk, a seat's record, the prompt of a row with penalties, and page table entries
+    (seats, columns, pages)."""
 
     def given(name: str, size: int, group: str, need: Callable[[GraphKey], int] | None = None) -> BufferSpec:
         return BufferSpec(name, (size,), torch.int64, "input", group=group, need=need)
@@ -75,6 +76,7 @@ def _input_specs(limits: Limits, chunk: int) -> list[BufferSpec]:
         given("prefill.ids", chunk, "prefill", _need("prefill", lambda key: key.places)),
         given("seat.words", words, "seat"),
         given("history.words", 1 + limits.max_model_len, "history"),
+        given("pages.words", 3 * limits.max_rows, "pages"),
     ]
 
 

@@ -24,6 +24,10 @@ class PagePool:
     def num_free(self) -> int:
         return len(self._free)
 
+    def num_holders(self, page: int) -> int:
+        """How many hold the page; 0 for a free one."""
+        return self._holders.get(page, 0)
+
     def take(self, count: int) -> list[int]:
         """`count` pages held once each. Raises MemoryError naming both numbers when too few are free."""
         if count > len(self._free):

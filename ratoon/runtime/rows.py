@@ -11,6 +11,7 @@ from typing import Any
 
 from ratoon.core.request import FinishReason, RequestOutput, SamplerKind, SamplingParams
 from ratoon.runtime.results import RowResult
+from ratoon.runtime.scheduler import Ticket
 from ratoon.runtime.text import Detokenizer, Tokenizer
 
 _PER_TOKEN = slice(RowResult._fields.index("runner_ups"), RowResult._fields.index("mass"))
@@ -19,7 +20,11 @@ _PER_TOKEN = slice(RowResult._fields.index("runner_ups"), RowResult._fields.inde
 
 @dataclass
 class Row:
-    """A request's life. `seat` and `pages` are set while it is admitted; `text` is what `decode` has made so far."""
+    """A request's life. `text` is what `decode` has made so far; `streams`: somebody reads it as it comes.
+
+    limit: no token past number limit - 1. `ticket` is how the scheduler knows it; its seed is drawn once, so that a
+    row that yields its place goes on with the same text.
+    """
 
     index: int
     prompt: tuple[int, ...]
@@ -30,13 +35,15 @@ class Row:
     is_auto: bool
     tokenizer: Tokenizer | None
     submitted: float
-    seat: int = 0
-    pages: list[int] = field(default_factory=list)
-    last_launch: int = -1
+    limit: int
+    priority: int = 0
+    streams: bool = True
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
     kind: SamplerKind = field(init=False)
+    seed: int = field(init=False)
+    ticket: Ticket = field(init=False)
     _detokenizer: Detokenizer | None = field(init=False)
     _accepted: list[int] = field(default_factory=list)
     _columns: list[list] = field(default_factory=lambda: [[] for _ in RowResult._fields[_PER_TOKEN]])
@@ -47,8 +54,14 @@ class Row:
     _last: float = 0.0
 
     def __post_init__(self) -> None:
-        self.kind = self.params.sampler_kind
+        self.kind, self.seed = self.params.sampler_kind, self.params.seed_or_fresh()
+        self.ticket = Ticket(0, self.prompt, self.limit, self.tokens, self.priority)
         self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
+
+    @property
+    def seat(self) -> int:
+        """Where it sits; 0 while it waits."""
+        return self.ticket.seat
 
     def take(self, result: RowResult) -> list[int]:
         """Adds a round's tokens up to the first stop; returns those added. A finished row takes nothing."""

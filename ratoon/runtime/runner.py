@@ -22,6 +22,7 @@ from ratoon.models.decoder import Decoder
 from ratoon.models.dflash import DFlash
 from ratoon.ops.accept import Ring
 from ratoon.ops.launch import set_recorder
+from ratoon.ops.penalties import count_tokens
 from ratoon.ops.tree import Places
 from ratoon.runtime.emulator import EmulatorBackend
 from ratoon.runtime.graphs import CudaBackend, GraphKey, GraphSet, capture_order, input_group, teardown
@@ -29,6 +30,7 @@ from ratoon.runtime.kv import declare, seat_state
 from ratoon.runtime.prefill import EXACT_CHUNK, Chunk, chunk_sizes, chunks
 from ratoon.runtime.readback import Readback
 from ratoon.runtime.results import ResultLayout, RowResult
+from ratoon.runtime.scheduler import Extension
 from ratoon.runtime.seats import DUMMY, SeatRecords, Tenant
 from ratoon.runtime.staging import event_maker
 from ratoon.spec.round import Drafted, Round, Verified
@@ -97,15 +99,16 @@ class Runner:
 
     def join(
         self, seat: int, prompt: Sequence[int], pages: Sequence[int], params: SamplingParams, stop_ids: Sequence[int],
-        seed: int, limit: int, budget: int, topk_cap: int,
+        seed: int, limit: int, budget: int, topk_cap: int, output: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Writes a new tenant over all of a seat's state; the row starts at its last prompt token.
+        """Writes a new tenant over all of a seat's state; the row starts at its last token.
 
-        One copy and one unpack behind the rounds in flight, and one more of each for a request with penalties.
+        output: tokens that the row emitted before it gave up another seat. One copy and one unpack behind the rounds
+        in flight, and more of each for a request with penalties.
         """
         assert 0 < seat < self.limits.num_seats, f"seat {seat} is not allocatable"
         records, key = self._records, self._seat_key()
-        tenant = Tenant(prompt, pages, params, stop_ids, seed, limit, budget, topk_cap)
+        tenant = Tenant((*prompt, *output), pages, params, stop_ids, seed, limit, budget, topk_cap)
         self._fill(key, {"seat.words": records.compose(seat, tenant)})
         if self.graphs is not None and key in self.graphs:
             self.graphs.replay(key)
@@ -118,6 +121,25 @@ class Runner:
             with torch.inference_mode():
                 self.table.fill({"history.words": torch.from_numpy(composed)}, group="history")
                 records.unpack_history(history)
+                if output:
+                    count_tokens(self.state.sampler, self._ids([seat]), self._ids(output).unsqueeze(0))
+
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        """Grows the page tables of seats, behind the rounds in flight."""
+        entries = [
+            (seat, column, page) for seat, begin, pages in extensions for column, page in enumerate(pages, begin)
+        ]
+        words, width = self.table["pages.words"], len(self.table["pages.words"]) // 3
+        for first in range(0, len(entries), width):
+            # Surplus entries are zeros, which name the dummy's own page.
+            padded = np.zeros((3, width), dtype=np.int64)
+            part = entries[first : first + width]
+            padded[:, : len(part)] = np.array(part, dtype=np.int64).T
+            with torch.inference_mode():
+                self.table.fill({"pages.words": torch.from_numpy(padded.ravel())}, mode=self.mode, group="pages")
+                seat_N, column_N, page_N = words.view(3, width).unbind(0)
+                table_SP = self.state.page_table_SP
+                table_SP.index_put_((seat_N, column_N), page_N.to(table_SP.dtype))
 
     def stop(self, seat: int) -> None:
         """Marks a seat done: rounds launched from now on commit nothing for it."""

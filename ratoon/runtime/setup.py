@@ -21,6 +21,9 @@ from ratoon.spec.budget import Bucket
 from ratoon.spec.state import Limits, RoundShape
 
 MAX_NODES = MAX_BUDGET
+Admission = Literal["reserve", "worst-case"]
+PREFILL_SIZE = {"cpu": 512, "cuda": 2048}
+"""Prompt tokens computed between two rounds while others decode: what a decoding row may have to wait for."""
 SAMPLE_GROUP = {"cpu": 16, "cuda": 256}
 """Places whose logits exist at once: each group reads the whole head once more, which a GPU feels."""
 CACHE_TOKENS = 16384
@@ -32,7 +35,10 @@ PADDED_CPU_LEN = 1024
 class Options:
     """What is asked of an engine beside its networks. None (method also 'auto'): the engine's choice.
 
-    shapes: exactly what padded modes open; cache_tokens: K/V slots in all, at least one row's. Raises ValueError.
+    shapes: exactly what padded modes open; cache_tokens: K/V slots in all, at least one row's. admission: seat a
+    request when pages for what is known of it are free and some are left for those who run ("reserve": where pages
+    run out, the last to come yields and is computed again), or when its longest course is covered ("worst-case").
+    Raises ValueError.
     """
 
     method: Method | Literal["auto"] | None = None
@@ -48,6 +54,9 @@ class Options:
     debug: bool = False
     shapes: Sequence[RoundShape] | None = None
     cache_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    chunked_prefill_size: int | None = None
+    admission: Admission = "reserve"
 
     def __post_init__(self) -> None:
         if self.method not in (None, "auto", *get_args(Method)):
@@ -56,9 +65,14 @@ class Options:
         check_topk_cap(self.topk_cap)
         if self.birth_test not in get_args(Level):
             raise ValueError(f"birth_test '{self.birth_test}' is unknown: use {', '.join(get_args(Level))}")
+        if self.admission not in get_args(Admission):
+            raise ValueError(f"admission '{self.admission}' is unknown: use {', '.join(get_args(Admission))}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}")
-        sizes = (("max_rows", self.max_rows, 1), ("page_size", self.page_size, 1), ("run_ahead", self.run_ahead, 0))
+        sizes = (
+            *(("max_rows", self.max_rows, 1), ("page_size", self.page_size, 1)),
+            *(("run_ahead", self.run_ahead, 0), ("chunked_prefill_size", self.chunked_prefill_size, 1)),
+        )
         for name, value, least in sizes:
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -82,11 +96,14 @@ class Settings:
     run_ahead: int
     birth_test: str
     gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    chunked_prefill_size: int
+    admission: Admission
 
     def describe(self) -> str:
         """One line per setting."""
         shown = asdict(self) | {"budget": "auto" if self.budget is None else self.budget}
-        return "\n".join(f"{name:>14}: {value}" for name, value in shown.items())
+        return "\n".join(f"{name:>22}: {value}" for name, value in shown.items())
 
 
 def choose_device(device: str) -> torch.device:

@@ -67,10 +67,11 @@ class Maker:
 
 
 def check_idle(engine: Engine) -> None:
-    engine._pages.check()
-    assert engine._pages.num_free == engine._pages.num_pages - 1
-    assert sorted(engine._free_seats) == list(range(1, engine.limits.max_rows + 1))
-    assert not engine._rows and not engine._waiting and not engine._in_flight
+    scheduler = engine._loop.scheduler
+    scheduler.check()
+    statistics = engine.statistics()
+    assert statistics.available_pages == statistics.num_pages
+    assert statistics.num_running == statistics.num_waiting == 0 and not engine._loop.busy
     assert bool(engine.runner.state.done_S.all())
 
 

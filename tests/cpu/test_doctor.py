@@ -335,9 +335,10 @@ def test_lost_pages_poisoned_page_0_and_broken_guards_are_named(model: Path, dra
     engine, _ = served(model, drafter)
     with engine:
         assert serving.check_cache(engine).status == "ok"
-        kept = engine._pages.take(1)
+        cache = engine._loop.scheduler.cache
+        kept = cache.take(1)
         assert serving.check_cache(engine).status == "fail"
-        engine._pages.give_back(kept)
+        cache.give_back(kept)
         engine.runner.table["cache"][:, 0] = torch.nan
         check = guarded("k/v", lambda: serving.check_cache(engine))
         assert check.status == "fail" and "page 0 of 'cache'" in check.seen

@@ -347,11 +347,11 @@ def test_ctrl_c_leaves_the_engine_usable(
     step = step.removeprefix("round.")
     real, calls = getattr(owner, step), []
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **named: Any) -> Any:
         calls.append(args)
         if early and len(calls) == 3:
             raise KeyboardInterrupt
-        result = real(*args)
+        result = real(*args, **named)
         if len(calls) == 3:
             raise KeyboardInterrupt
         return result

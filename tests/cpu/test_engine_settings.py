@@ -16,6 +16,8 @@ from ratoon.runtime.engine import Engine
 from ratoon.runtime.kv import specs_of
 from ratoon.runtime.pages import PagePool
 from ratoon.runtime.plan import MemoryPlan, fit_pages, memory_remedy, page_bytes
+from ratoon.runtime.prefix import PrefixCache
+from ratoon.runtime.scheduler import Scheduler
 from ratoon.runtime.setup import Options, limits_for
 from ratoon.runtime.shapes import MAX_SHAPES, Estimate, auto_buckets, padded_shapes
 from ratoon.spec.state import RoundShape
@@ -179,16 +181,18 @@ def test_requests_wait_for_pages(make: Maker, monkeypatch: pytest.MonkeyPatch) -
     """Three seats, but pages for one and a half rows: texts are the same, one after the other."""
     engine = make()
     need = -(-(len(PROMPTS[2]) + NUM + engine.limits.scratch) // engine.limits.page_size)
-    monkeypatch.setattr(engine, "_pages", PagePool(1 + need + need // 2))
+    scheduler = engine._loop.scheduler
+    pool = PrefixCache(PagePool(1 + need + need // 2), engine.limits.page_size)
+    monkeypatch.setattr(engine._loop, "scheduler", Scheduler(scheduler.sizes, pool, worst_case=True))
     most = 0
     outputs: dict[int, RequestOutput] = {}
     for event in engine.stream(PROMPTS, FREE):
-        most = max(most, len(engine._rows))
+        most = max(most, engine.statistics().num_running)
         if event.output:
             outputs[event.index] = event.output
     check_texts([outputs[i] for i in range(len(PROMPTS))])
-    assert most == 1
-    check_idle(engine)
+    assert most == 1 and pool.num_available == need + need // 2
+    engine._loop.scheduler.check()
 
 
 def test_a_nan_is_an_error_and_leaves_nothing_behind(make: Maker) -> None:

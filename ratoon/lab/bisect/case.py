@@ -58,7 +58,9 @@ class Case:
     def engine(self) -> dict[str, Any]:
         """The settings of an engine, model, drafter, dtype and device apart. Its checks are all on."""
         names = ("method", "budget", "topk_cap", "mode", "page_size", "run_ahead", "max_model_len", "birth_test")
-        return {name: getattr(self, name) for name in names} | {"max_rows": self.rows, "debug": True}
+        own = {name: getattr(self, name) for name in names}
+        # Sides are compared with each other's K/V, and spoilt, so nothing may be found in them later.
+        return own | {"max_rows": self.rows, "debug": True, "enable_prefix_caching": False}
 
     @property
     def params(self) -> SamplingParams:

@@ -57,9 +57,10 @@ class Side:
     def __init__(self, engine: Engine, case: Case) -> None:
         self.engine, self.case, self.runner = engine, case, engine.runner
         rows = engine._intake.rows(list(case.prompts[: case.rows]), case.params)
-        engine._waiting.extend(rows)
+        for row in rows:
+            engine._loop.submit(row)
         with self._kernels():
-            engine._admit()
+            engine._loop.seat()
         self.rows = [row for row in rows if row.seat]
         assert len(self.rows) == len(rows), "an engine seats as many rows as its case has"
         self.runner.trace = True
@@ -84,7 +85,7 @@ class Side:
         """Slots of positions 0 .. count - 1, by the pages that the host gave the row."""
         size = self.runner.limits.page_size
         inside = torch.arange(size)
-        return (torch.tensor(row.pages)[:, None] * size + inside).flatten()[:count].to(self.runner.device)
+        return (torch.tensor(row.ticket.pages)[:, None] * size + inside).flatten()[:count].to(self.runner.device)
 
     def kv(self, name: str, row: Row, count: int) -> Tensor:
         """[L, count, 2, K, D] of a row's first positions."""
@@ -128,24 +129,23 @@ class Side:
 
     def step(self) -> Stepped:
         """One round of all live rows, delivered as the engine delivers it."""
-        engine, rows, seen = self.engine, tuple(self.live), Observation()
+        loop, rows, seen = self.engine._loop, tuple(self.live), Observation()
         before = self._before(rows)
         known = [len(row.tokens) for row in rows]
         with self._kernels(), listening(self.runner, seen):
-            engine._launch(list(rows))
-            launch = engine._in_flight.popleft()
+            loop.launch()
+            launch, _ = loop.in_flight[0]
             places = self.runner._traced[launch.number]
-            failure = self._delivered(launch)
+            failure = self._delivered()
         emitted = tuple(tuple(row.tokens[count:]) for row, count in zip(rows, known, strict=True))
         stepped = Stepped(rows, before, emitted, launch.shape, places, seen, failure)
         with torch.inference_mode():
             self._complete(stepped, launch)
         return stepped
 
-    def _delivered(self, launch: Launch) -> Exception | None:
+    def _delivered(self) -> Exception | None:
         try:
-            for _ in self.engine._deliver(launch, streams=False):
-                pass
+            self.engine._loop.deliver()
         except RuntimeError as error:
             return error
         return None
@@ -207,9 +207,9 @@ class Side:
 
     def _wrong_pages(self, row: Row) -> int:
         """How many entries of a row's page table the row may not write to, or are not what the host gave it."""
-        table = self.runner.state.page_table_SP[row.seat][: len(row.pages)].tolist()
-        taken = {0, *(page for other in self.rows if other is not row for page in other.pages)}
-        return sum(page in taken or page != given for page, given in zip(table, row.pages, strict=True))
+        table = self.runner.state.page_table_SP[row.seat][: len(row.ticket.pages)].tolist()
+        taken = {0, *(page for other in self.rows if other is not row for page in other.ticket.pages)}
+        return sum(page in taken or page != given for page, given in zip(table, row.ticket.pages, strict=True))
 
     def slot_of(self, stepped: Stepped, place: int) -> int | None:
         """The slot of entry `place` of a committed-K/V record, whose rows lie one behind the other."""

@@ -114,6 +114,8 @@ def _engine(patient: Patient, path: Path, drafter: Path | None) -> Engine:
         device=patient.device,
         mode=patient.mode,
         max_rows=2,
+        # The wiring checks spoil the caches.
+        enable_prefix_caching=False,
         max_model_len=None if patient.mode in ("static", "graph", "staged") else _fitting(load_config(path)),
     )
 

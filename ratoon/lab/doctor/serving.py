@@ -153,13 +153,13 @@ def _twin(engine: Engine) -> str:
 
 def check_cache(engine: Engine) -> Check:
     """After the runs: every page is free again, page 0 finite, and no guard was written over."""
-    pool, table = engine._pages, engine.runner.table
-    pool.check()
+    scheduler, table = engine._loop.scheduler, engine.runner.table
+    scheduler.check()
     table.check_dummies()
     table.check_canaries()
-    total = pool.num_pages - 1
-    seen = f"{pool.num_free} of {total} pages free, page 0 finite, canaries intact"
-    return judged("k/v", pool.num_free == total, seen, "all pages free", "a request kept its pages: report this")
+    free, total = scheduler.cache.num_available, engine.limits.num_pages - 1
+    seen = f"{free} of {total} pages free, page 0 finite, canaries intact"
+    return judged("k/v", free == total, seen, "all pages free", "a request kept its pages: report this")
 
 
 def check_memory(engine: Engine) -> Check:
