@@ -205,7 +205,8 @@ def demo(
 
     def engine_for(**settings: Any) -> Engine:
         choice = {"drafter": drafter, "dtype": dtype, "device": device, "mode": mode, "max_rows": 1, **settings}
-        choice["topk_cap"] = topk_cap
+        # Each method runs the same prompts: none may find what another has left.
+        choice |= {"topk_cap": topk_cap, "enable_prefix_caching": False}
         return open_engine(model, **choice)
 
     run(engine_for, budget_of(budget), topk_cap, max_tokens)

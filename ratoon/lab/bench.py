@@ -164,6 +164,8 @@ def _engine(matrix: Matrix, group: Group, budget: Budget | None, auto: str, repo
         "budget": budget or 0,
         "mode": MODES[group.graphs],
         "max_rows": group.concurrency,
+        # Methods run the same prompts one after the other: none may find what another has left.
+        "enable_prefix_caching": False,
         "progress": report,
         **matrix.engine,
     }
