@@ -11,6 +11,7 @@ import typer
 
 from ratoon.cli.answer import chat, demo, generate
 from ratoon.cli.bisect import bisect
+from ratoon.cli.coding import evaluate
 from ratoon.cli.doctor import doctor
 from ratoon.cli.measure import bench
 from ratoon.cli.models import pull, train
@@ -45,6 +46,7 @@ def top(
 
 for _function in (generate, chat, demo, bench, train, pull, doctor, bisect, plan):
     app.command()(_function)
+app.command("eval")(evaluate)
 
 
 def main() -> None:
