@@ -1,6 +1,5 @@
 # Owns: `ratoon eval`.
-# Promises: what cannot be run, or not run safely, is refused before a model is loaded; exit code 1 where a method's
-#   tokens differ from plain decoding's by more than near-ties.
+# Promises: what cannot be run safely is refused before a model loads; exit code 1 where tokens differ beyond near-ties.
 # Never: judges; lab/evaluate.py does.
 """The command that asks for programs and runs them."""
 

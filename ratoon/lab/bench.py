@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ratoon.core.request import Budget
 from ratoon.lab.bars import Bar, Report
 from ratoon.lab.example import example_tree
-from ratoon.lab.matrix import MODES, Group, Matrix, RandomPair
+from ratoon.lab.matrix import Group, Matrix, RandomPair
 from ratoon.lab.prompts import Prompt
 from ratoon.lab.record import Cell, Measured, Run, measure, record, settings, warm_up
 from ratoon.lab.results import Record, Results
@@ -22,6 +22,8 @@ from ratoon.lab.sweep import Task, Tick, sweep
 
 if TYPE_CHECKING:
     from ratoon.runtime.engine import Engine, StreamEvent
+
+Score = Callable[[Cell, Measured], Record]
 
 EXAMPLE_TOKENS = 32
 
@@ -51,11 +53,13 @@ class Engines:
         prompts: list[Prompt],
         results: Results,
         report: Report,
-        opened: Callable[[Engine], None],
-        draws: bool,
+        opened: Callable[[Engine], None] = lambda engine: None,
+        draws: bool = False,
+        score: Score = lambda cell, measured: {},
     ) -> None:
+        """`draws`: whether records hold a draft tree; `score`: what else they say of the answers."""
         self.matrix, self.prompts, self.results = matrix, prompts, results
-        self._report, self._opened, self._draws = report, opened, draws
+        self._report, self._opened, self._draws, self._score = report, opened, draws, score
         self._digest = digest(prompts)
         self._dtype = self._chosen_dtype()
         self._open: tuple[tuple[Group, Budget | None], Engine] | None = None
@@ -77,7 +81,7 @@ class Engines:
     def _is_live(self, group: Group) -> bool:
         from ratoon.runtime.setup import choose_device, choose_mode
 
-        return choose_mode(MODES[group.graphs], choose_device(self.matrix.device)) == "eager"
+        return choose_mode(self.matrix.mode(group), choose_device(self.matrix.device)) == "eager"
 
     def measure(self, task: Task, tick: Tick) -> Record:
         cell, engine = task.cell, self._engine(task)
@@ -91,6 +95,7 @@ class Engines:
             **row,
             "prompt_set": self.matrix.prompts,
             "tree": example_tree(engine, self.prompts[0], _short(cell)) if drawn else [],
+            **self._score(cell, best),
         }
 
     def _reference(self, task: Task) -> Run | None:
@@ -113,7 +118,7 @@ class Engines:
     def settings(self, task: Task) -> Record:
         matrix, group = self.matrix, task.group
         model = matrix.random.target if matrix.random else matrix.model
-        mode = MODES[group.graphs]
+        mode = matrix.mode(group)
         shared = settings(task.cell, model, matrix.drafter, mode, group.dtype, matrix.device, len(self.prompts))
         return {**shared, "prompt_set": matrix.prompts}
 
@@ -162,7 +167,7 @@ def _engine(matrix: Matrix, group: Group, budget: Budget | None, auto: str, repo
     settings = {
         "topk_cap": 0 if 0 in matrix.topk_caps else max(matrix.topk_caps),
         "budget": budget or 0,
-        "mode": MODES[group.graphs],
+        "mode": matrix.mode(group),
         "max_rows": group.concurrency,
         # Methods run the same prompts one after the other: none may find what another has left.
         "enable_prefix_caching": False,

@@ -1,6 +1,5 @@
 # Owns: the process in which a tested program runs: its namespaces, its limits, what it can see, how it reports.
-# Promises: the secret token is written only after the program and its tests ran to their end; when the program ends,
-#   everything that it started ends with it.
+# Promises: the token is written only when program and tests ran to their end; all that it started ends with it.
 # Never: imports anything but the standard library: lab/sandbox.py starts it as a script of its own, before any package.
 """This process makes the namespaces. In them process 1 has a child, whose child runs the program.
 

@@ -148,6 +148,10 @@ class Matrix:
     def groups(self) -> list[Group]:
         return [Group(*choice) for choice in product(self.concurrency, self.graphs, self.dtypes, self.temperatures)]
 
+    def mode(self, group: Group) -> str:
+        """How the group's engines run a round: the engine setting if it is given, else what --graphs says."""
+        return self.engine.get("mode", MODES[group.graphs])
+
     def cells(self, group: Group) -> list[Cell]:
         """The group's cells, ar first, none twice."""
         cells: list[Cell] = []

@@ -42,27 +42,33 @@ def tables(records: Sequence[Record], width: int) -> list[RenderableType]:
 def _table(records: Sequence[Record], varying: Sequence[str]) -> Table:
     """One line per record; a setting that all records share stands in the title instead."""
     first = records[0]
-    shared = ", ".join(f"{_SETTINGS[name]} {first[name]}" for name in _SETTINGS if name not in varying)
+    known = [name for name in _SETTINGS if name not in varying and first[name] is not None]
+    shared = ", ".join(f"{_SETTINGS[name]} {first[name]}" for name in known)
     title = f"{first['model']}, {first['prompts']} prompts on {first['device']}: {shared}"
     shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("method", no_wrap=True)
     for name in varying:
         shown.add_column(_SETTINGS[name], no_wrap=True)
-    for name in _FIGURES:
+    judged = ["passed"] if "passed" in first else []
+    for name in (*judged, *_FIGURES):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in records:
-        shown.add_row(_method(row), *(str(row[name]) for name in varying), *_figures(row))
+        passed = [f"{row[name]}/{row['prompts']}" for name in judged]
+        shown.add_row(cell_name(row), *(str(row[name]) for name in varying), *passed, *_figures(row))
     return shown
 
 
-def _method(row: Record) -> str:
+def cell_name(row: Record) -> str:
+    """A cell among others of its settings."""
+    if row["method"] in ("ar", "server"):
+        return row["method"]
     cap = "" if row["topk_cap"] is None else f" cap {row['topk_cap']}"
-    return "ar" if row["method"] == "ar" else f"{row['method']} {row['budget']}{cap}"
+    return f"{row['method']} {row['budget']}{cap}"
 
 
 def _cell(row: Record) -> str:
     settings = [f"{_SETTINGS[name]}={row[name]}" for name in ("concurrency", "temperature")]
-    return " ".join((_method(row), *settings))
+    return " ".join((cell_name(row), *settings))
 
 
 def _figures(row: Record) -> list[str]:

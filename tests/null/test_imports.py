@@ -123,6 +123,6 @@ def test_house_style(path: Path) -> None:
     if room_of(path) in QUIET:
         called = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
         assert [n.lineno for n in called if isinstance(n.func, ast.Name) and n.func.id == "print"] == []
-    if path != PACKAGE / "core" / "settings.py":
+    if path not in (PACKAGE / "core" / "settings.py", PACKAGE / "lab" / "jail.py"):  # the jail empties it
         reads = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
         assert reads == [], "one file reads the environment: core/settings.py"
