@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+
+import typer
 
 from ratoon.cli.errors import command
 from ratoon.cli.options import (
@@ -25,9 +27,16 @@ from ratoon.cli.options import (
 )
 from ratoon.cli.pair import choose_kernels
 
+_OF_A_SERVER = (
+    *("url", "api_key", "served_model_name", "concurrency", "temperature", "prompts", "limit", "cut", "max_tokens"),
+    *("repeats", "seed", "out", "again", "json"),
+)
+_ONLY_OF_A_SERVER = ("api_key", "served_model_name")
+
 
 @command
 def bench(
+    context: typer.Context,
     model: Model = "smollm2",
     drafter: Drafter = "auto",
     methods: Annotated[str, option(help="Of ar, chain, tree.", metavar="A,B")] = "ar,chain,tree",
@@ -61,6 +70,11 @@ def bench(
     gpu_memory_utilization: GpuMemory = None,
     birth_test: BirthTest = "quick",
     kernels: Kernels = "auto",
+    url: Annotated[
+        str | None, option(help="Measure an OpenAI-compatible server instead.", metavar="http://HOST:PORT/v1")
+    ] = None,
+    api_key: Annotated[str | None, option(help="Its key (default: OPENAI_API_KEY).")] = None,
+    served_model_name: Annotated[str | None, option(help="Its model, where it has several.")] = None,
     out: Annotated[
         Path | None, option(help="Folder of records and report.html; a rerun goes on where the last one ended.")
     ] = None,
@@ -70,6 +84,13 @@ def bench(
 ) -> None:
     """Measure methods against each other on the same prompts."""
     from ratoon.cli.show import fetch_bar, memory_plan
+
+    if out:
+        check_folder(out, "--out")
+    _check_options(context, url)
+    if url is not None:
+        _bench_server(**{name: context.params[name] for name in _OF_A_SERVER})
+        return
     from ratoon.lab.bench import run
     from ratoon.lab.matrix import Matrix
 
@@ -102,8 +123,6 @@ def bench(
             birth_test=birth_test,
         ),
     )
-    if out:
-        check_folder(out, "--out")
     if device != "auto" or kernels != "auto":
         choose_kernels(kernels, device)
     with fetch_bar() as progress:
@@ -111,3 +130,25 @@ def bench(
         matrix.fetch_model(progress)
     choose_kernels(kernels, device)
     run(matrix, json, **({"opened": memory_plan} if stats else {}), out=out, again=again)
+
+
+def _check_options(context: typer.Context, url: str | None) -> None:
+    """ValueError for an option that would be ignored."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if url is None and (wrong := [name for name in given if name in _ONLY_OF_A_SERVER]):
+        raise ValueError(f"--{wrong[0].replace('_', '-')} needs --url")
+    if url is not None and (wrong := [name for name in given if name not in _OF_A_SERVER]):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        raise ValueError(f"with --url the server decides {names}: leave it out here")
+
+
+def _bench_server(out: Path | None, again: bool, json: Path | None, api_key: str | None, **asked: Any) -> None:
+    from ratoon.cli.show import fetch_bar
+    from ratoon.core.settings import api_key as key_of_the_environment
+    from ratoon.lab.endpoint import Question, run
+
+    question = Question.parse(api_key=api_key or key_of_the_environment(), **asked)
+    with fetch_bar() as progress:
+        question.fetch(progress)
+    run(question, json, out, again)

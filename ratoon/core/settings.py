@@ -6,6 +6,7 @@
 RATOON_CACHE     where models and prompt sets are kept (default: $XDG_CACHE_HOME/ratoon, else ~/.cache/ratoon)
 HF_ENDPOINT      the hub that `ratoon pull` talks to (default: the public one)
 TRITON_INTERPRET whether Triton runs its kernels on the CPU, step by step
+OPENAI_API_KEY   the key that `ratoon bench --url` shows to a server
 RATOON_TRACEBACK whether the command line shows tracebacks instead of one-line errors
 """
 
@@ -45,6 +46,11 @@ def _usable(path: Path, variable: str) -> Path:
 def hub_endpoint() -> str | None:
     """Base address of the hub, or None for the client's default."""
     return os.environ.get("HF_ENDPOINT") or None
+
+
+def api_key() -> str | None:
+    """The key for a server of somebody else's."""
+    return os.environ.get("OPENAI_API_KEY") or None
 
 
 def child_environment(**changes: str) -> dict[str, str]:

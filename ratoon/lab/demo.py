@@ -71,7 +71,7 @@ def run(engine_for: EngineFor, budget: Budget, topk_cap: int, max_tokens: int) -
     cells = [Cell(method, budget, topk_cap, concurrency=1, max_tokens=max_tokens) for method in METHODS]
     for cell in cells:
         cell.params(())  # a bad limit is told before a model loads
-    measured: dict[Method, Measured] = {}
+    measured: dict[str, Measured] = {}
     records: list[dict[str, Any]] = []
     picture: list[str] = []
     dtype = "auto"
@@ -109,7 +109,7 @@ def _timed(engine: Engine, cell: Cell, tick: Callable[[], None]) -> Measured:
 
 def _show(
     console: Console,
-    measured: dict[Method, Measured],
+    measured: dict[str, Measured],
     records: Sequence[dict[str, Any]],
     picture: Sequence[str],
 ) -> None:
@@ -126,7 +126,7 @@ def _show(
     console.print()
 
 
-def _table(measured: dict[Method, Measured], records: Sequence[dict[str, Any]]) -> Table:
+def _table(measured: dict[str, Measured], records: Sequence[dict[str, Any]]) -> Table:
     """One line per method over all prompts, then one per method and prompt."""
     row = records[-1]
     shown = Table(title=f"{row['model']} with {row['drafter']}: {row['dtype']}, {row['mode']} mode on {row['device']}")

@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ratoon.lab.record import STAGES
 from ratoon.lab.results import Record
+from ratoon.lab.table import cell_name
 
 SETTINGS = {
     "model": "", "device": "on", "dtype": "", "mode": "", "prompt_set": "prompts", "prompts": "prompts:",
@@ -91,13 +92,13 @@ def _line(row: Record, several: bool) -> str:
 
 
 def _size(row: Record) -> float:
-    """Budgets in order, auto last."""
-    return float("inf") if row["budget"] == "auto" else row["budget"]
+    """Budgets in order, auto last; a server has none."""
+    return float("inf") if row["budget"] == "auto" else row["budget"] or 0
 
 
 def budget_plots(rows: Sequence[Record], figure: str, label: str, kind: str) -> Iterator[Plot]:
     """A figure against the budget, plain decoding as a level line."""
-    for setting in settings(rows):
+    for setting in settings([row for row in rows if row["budget"] is not None]):
         budgets = sorted({_size(row) for row in setting.rows if row["method"] != "ar"})
         if not budgets:
             continue
@@ -105,7 +106,7 @@ def budget_plots(rows: Sequence[Record], figure: str, label: str, kind: str) -> 
         def draw(axes: Axes, setting: Setting = setting, budgets: list[float] = budgets) -> None:
             for name, colour, cells in setting.lines():
                 points = sorted((budgets.index(_size(row)), row[figure]) for row in cells if row[figure] is not None)
-                axes.plot(*zip(*points, strict=True), "o-", color=colour, label=name, markersize=4)
+                axes.plot([x for x, _ in points], [y for _, y in points], "o-", color=colour, label=name, markersize=4)
             if setting.plain:
                 axes.axhline(setting.plain[figure], color=_PLAIN, linestyle="--", label="ar")
             axes.set_xticks(range(len(budgets)), ["auto" if b == float("inf") else f"{b:g}" for b in budgets])
@@ -182,13 +183,6 @@ def split_plots(rows: Sequence[Record]) -> Iterator[Plot]:
             axes.set(xlabel="milliseconds a round")
 
         yield _plot("round-time-split", setting.title, draw, height=1.7 + 0.24 * len(timed))
-
-
-def cell_name(row: Record) -> str:
-    """A cell among others of its setting."""
-    return (
-        "ar" if row["method"] == "ar" else f"{row['method']} {row['budget']}" + _line(row, False)[len(row["method"]) :]
-    )
 
 
 def _plot(kind: str, title: str, draw: Callable[[Axes], None], height: float = 3.3) -> Plot:

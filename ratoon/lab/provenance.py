@@ -21,9 +21,21 @@ _VERSIONED = ("torch", "triton", "numpy", "tokenizers", "safetensors")
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """Everything about one run of a command."""
+    """Everything about one run of a command, keys for servers apart."""
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"began": began, "argv": list(argv), "commit": git_commit(), "versions": versions(), "machine": machine()}
+    return {"began": began, "argv": _public(argv), "commit": git_commit(), "versions": versions(), "machine": machine()}
+
+
+def _public(argv: Sequence[str]) -> list[str]:
+    """The words, but for the key."""
+    shown = []
+    for before, word in zip(["", *argv], argv, strict=False):
+        if before == "--api-key":
+            word = "***"
+        elif word.startswith("--api-key="):
+            word = "--api-key=***"
+        shown.append(word)
+    return shown
 
 
 def machine() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -34,10 +34,10 @@ PERCENTILES = (50, 95, 99)
 class Cell:
     """One configuration of the matrix. `budget` and `topk_cap` mean nothing to ar, `topk_cap` nothing to a chain.
 
-    `cut`: whether an answer ends at its prompt's stop strings.
+    Method 'server': what a server does, measured over HTTP. `cut`: whether an answer ends at its prompt's stop strings.
     """
 
-    method: Method
+    method: Method | Literal["server"]
     budget: Budget
     topk_cap: int
     concurrency: int
@@ -49,12 +49,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        if self.method == "ar":
-            return "ar"
+        if self.method in ("ar", "server"):
+            return self.method
         cap = f" cap {self.topk_cap}" if self.method == "tree" else ""
         return f"{self.method} {self.budget}{cap}"
 
     def params(self, stop: tuple[str, ...]) -> SamplingParams:
+        assert self.method != "server", "a server is asked in lab/endpoint.py"
         return SamplingParams(
             temperature=self.temperature,
             seed=self.seed,

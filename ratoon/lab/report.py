@@ -16,14 +16,13 @@ from ratoon.lab.plots import (
     SETTINGS,
     Plot,
     budget_plots,
-    cell_name,
     concurrency_plots,
     position_plots,
     settings,
     split_plots,
 )
 from ratoon.lab.results import Record, Results
-from ratoon.lab.table import failure
+from ratoon.lab.table import cell_name, failure
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 # Heading, key of the record, format.
