@@ -173,7 +173,7 @@ class Server:
         path = "chat/completions" if prompt.messages else "completions"
         asked = {"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}
         whole = {"model": self.model, "stream": True, "stream_options": self._usage, **asked, **body}
-        stream = _Stream()
+        stream = _Stream(prompt.id)
         try:
             with self._client.stream("POST", f"{self.url}/{path}", json=whole) as response:
                 if response.status_code != 200:
@@ -188,7 +188,7 @@ class Server:
             if isinstance(error, Refused):
                 raise
             raise RuntimeError(f"{prompt.id}: the server sent what is not JSON ({error})") from None
-        return stream.answer(prompt.id)
+        return stream.answer()
 
     def drafts(self) -> Counter[str]:
         """vLLM's counters so far: drafts, accepted tokens, and accepted tokens by position from 0; empty elsewhere."""
@@ -253,9 +253,10 @@ def _said(error: Exception) -> str:
 
 
 class _Stream:
-    """The chunks of an answer as they come."""
+    """The chunks of a prompt's answer as they come."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._begun = time.perf_counter()
         self._seen: list[tuple[float, int | None]] = []  # (when, tokens so far where told) of each chunk with tokens
         self._total: int | None = None
@@ -264,18 +265,18 @@ class _Stream:
     def take(self, chunk: Mapping[str, Any]) -> None:
         now = time.perf_counter()
         if chunk.get("error") or chunk.get("object") == "error":
-            raise RuntimeError(f"the server reports {json.dumps(chunk.get('error') or chunk)[:200]}")
+            raise RuntimeError(f"{self._name}: the server reports {json.dumps(chunk.get('error') or chunk)[:200]}")
         so_far = (chunk.get("usage") or {}).get("completion_tokens")
         if any(_text(choice) for choice in chunk.get("choices", ())) or (so_far or 0) > (self._total or 0) > 0:
             self._seen.append((now, so_far))
         self._total = self._total if so_far is None else so_far
         self._finished |= any(choice.get("finish_reason") for choice in chunk.get("choices", ()))
 
-    def answer(self, name: str) -> Answer:
+    def answer(self) -> Answer:
         if not self._finished:
-            raise RuntimeError(f"{name}: the server ended the stream in the middle of the answer")
+            raise RuntimeError(f"{self._name}: the server ended the stream in the middle of the answer")
         if self._total is None:
-            raise RuntimeError(f"{name}: the server tells no usage, so its tokens cannot be counted")
+            raise RuntimeError(f"{self._name}: the server tells no usage, so its tokens cannot be counted")
         times = [when for when, _ in self._seen] or [time.perf_counter()]
         by_chunk = all(count is not None for _, count in self._seen)
         gaps = self._gaps() if by_chunk else self._even(times, self._total)
