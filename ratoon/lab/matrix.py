@@ -197,7 +197,8 @@ def _random_pair(given: Mapping[str, Any]) -> RandomPair | None:
         return None
     if given["simulate"] and given["simulate_tau"] is not None:
         raise ValueError("give --simulate (a table) or --simulate-tau (a fixed mean), not both")
-    return RandomPair(*(given[name] for name in ("random_weights", *shapes)))
+    target, drafter = given["random_weights"], given["drafter_config"]
+    return RandomPair(str(target), drafter and str(drafter), given["simulate"], given["simulate_tau"])
 
 
 def words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:

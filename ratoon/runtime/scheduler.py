@@ -21,7 +21,7 @@ class Ticket:
     """A request as the scheduler sees it. `output` is the list that its owner appends to.
 
     number: order of arrival; priority: lower goes first; limit: no token past number limit - 1; deadline: on the
-    scheduler's clock. ready: positions 0..ready-1 are in the cache. "draining": must yield its pages and waits for
+    scheduler's clock. seat, pages: what it holds; one that is gone tells what it held last. ready: positions 0..ready-1 are in the cache. "draining": must yield its pages and waits for
     its rounds in flight; "done": finished, the same.
     """
 
@@ -237,11 +237,11 @@ class Scheduler:
         self.cache.give_back(ticket.pages)
         self._free_seats.append(ticket.seat)
         self._seated.remove(ticket)
-        yielded = ticket.stage == "draining"
-        ticket.stage, ticket.seat, ticket.pages, ticket.ready = "gone", 0, [], 0
-        if yielded:
-            ticket.stage = "waiting"
-            self.submit(ticket)
+        if ticket.stage == "done":
+            ticket.stage = "gone"
+            return
+        ticket.stage, ticket.seat, ticket.pages, ticket.ready = "waiting", 0, [], 0
+        self.submit(ticket)
 
     # ---- health -----------------------------------------------------------------------------------------------
 
