@@ -165,9 +165,9 @@ def baked_length() -> Iterator[None]:
 
     def make_join(healthy: Callable[..., None]) -> Callable[..., None]:
         def join(runner: Runner, seat: int, prompt: Any, pages: Any, params: Any, stop: Any, seed: int, limit: int,
-                 *rest: Any) -> None:  # fmt: skip
+                 *rest: Any, **named: Any) -> None:  # fmt: skip
             longest[0] = max(longest[0], limit + runner.limits.scratch)
-            healthy(runner, seat, prompt, pages, params, stop, seed, limit, *rest)
+            healthy(runner, seat, prompt, pages, params, stop, seed, limit, *rest, **named)
 
         return join
 

@@ -21,8 +21,9 @@ class Ticket:
     """A request as the scheduler sees it. `output` is the list that its owner appends to.
 
     number: order of arrival; priority: lower goes first; limit: no token past number limit - 1; deadline: on the
-    scheduler's clock. seat, pages: what it holds; one that is gone tells what it held last. ready: positions 0..ready-1 are in the cache. "draining": must yield its pages and waits for
-    its rounds in flight; "done": finished, the same.
+    scheduler's clock. seat, pages: what it holds; one that is gone tells what it held last. ready: positions
+    0..ready-1 are in the cache. "draining": must yield its pages and waits for its rounds in flight; "done": finished,
+    the same.
     """
 
     number: int
