@@ -8,17 +8,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ratoon.core.request import Budget
 from ratoon.lab.bars import Bar, Report
 from ratoon.lab.example import example_tree
+from ratoon.lab.isolated import Isolated
 from ratoon.lab.matrix import Group, Matrix, RandomPair
 from ratoon.lab.prompts import Prompt
 from ratoon.lab.record import Cell, Measured, Run, measure, record, settings, warm_up
 from ratoon.lab.results import Record, Results
-from ratoon.lab.sweep import Task, Tick, sweep
+from ratoon.lab.sweep import Contender, Task, Tick, sweep
 
 if TYPE_CHECKING:
     from ratoon.runtime.engine import Engine, StreamEvent
@@ -28,20 +31,45 @@ Score = Callable[[Cell, Measured], Record]
 EXAMPLE_TOKENS = 32
 
 
+def ignore(engine: Engine) -> None:
+    """Does nothing with an engine. A lambda would not get into a child process."""
+
+
 def run(
     matrix: Matrix,
     json_path: Path | None,
-    opened: Callable[[Engine], None] = lambda engine: None,
+    opened: Callable[[Engine], None] = ignore,
     out: Path | None = None,
     again: bool = False,
 ) -> list[Record]:
-    """Runs the matrix; `lab/sweep.py` says what becomes of the records. `opened` is called with each new engine."""
+    """Runs the matrix; `lab/sweep.py` says what becomes of the records. `opened` is called with each new engine.
+
+    On a GPU engines are in a child process: an error of a kernel spoils all that its process does afterwards.
+    """
+    from ratoon.runtime.setup import choose_device
+
     prompts = matrix.fetch()
+    apart = choose_device(matrix.device).type == "cuda"
 
-    def engines(results: Results, shown: Bar) -> Engines:
-        return Engines(matrix, prompts, results, shown.report, opened, draws=out is not None)
+    def engines(results: Results, shown: Bar) -> Contender:
+        local = Engines(matrix, prompts, results, shown.report, opened, draws=out is not None)
+        make = partial(engines_apart, matrix, prompts, folder, opened, out is not None)
+        return Isolated(local, make, shown.report) if apart else local
 
-    return sweep(engines, json_path, out, again)
+    with TemporaryDirectory() as temporary:
+        folder = out or Path(temporary)
+        return sweep(engines, json_path, out, again)
+
+
+def engines_apart(
+    matrix: Matrix, prompts: list[Prompt], folder: Path, opened: Callable[[Engine], None], draws: bool, report: Report
+) -> Engines:
+    """For a child process, which shares only the folder with the sweep: there it keeps what later cells are compared
+    with."""
+    from ratoon.ops.launch import use_kernels
+
+    use_kernels(matrix.kernels)  # pyright: ignore[reportArgumentType]
+    return Engines(matrix, prompts, Results(folder), report, opened, draws)
 
 
 class Engines:
@@ -53,7 +81,7 @@ class Engines:
         prompts: list[Prompt],
         results: Results,
         report: Report,
-        opened: Callable[[Engine], None] = lambda engine: None,
+        opened: Callable[[Engine], None] = ignore,
         draws: bool = False,
         score: Score = lambda cell, measured: {},
     ) -> None:

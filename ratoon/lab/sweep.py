@@ -41,6 +41,16 @@ class Task:
         return key_of(self.configuration)
 
 
+class CellFailed(RuntimeError):
+    """A cell has no figures; the message is the whole cause."""
+
+
+def cause_of(error: Exception) -> str:
+    """In one line."""
+    words = str(error) if isinstance(error, CellFailed) else f"{type(error).__name__}: {error}"
+    return " ".join(words.split())
+
+
 class Contender(Protocol):
     """What is measured: engines of this process, or a server."""
 
@@ -121,11 +131,10 @@ def _row(contender: Contender, task: Task, shown: Bar) -> Record:
     try:
         return {**contender.measure(task, tick), "error": None}
     except Exception as error:  # noqa: BLE001 (whatever a cell dies of, the next one must run)
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
         contender.close()
         for _ in range(left):
             shown.advance()
-        return {**contender.settings(task), "error": cause}
+        return {**contender.settings(task), "error": cause_of(error)}
 
 
 @contextmanager
