@@ -59,8 +59,9 @@ class Case:
         """The settings of an engine, model, drafter, dtype and device apart. Its checks are all on."""
         names = ("method", "budget", "topk_cap", "mode", "page_size", "run_ahead", "max_model_len", "birth_test")
         own = {name: getattr(self, name) for name in names}
-        # Sides are compared with each other's K/V, and spoilt, so nothing may be found in them later.
-        return own | {"max_rows": self.rows, "debug": True, "enable_prefix_caching": False}
+        # Sides are compared with each other's K/V, and spoilt: nothing may be found in them later, no table may grow.
+        still = {"enable_prefix_caching": False, "admission": "worst-case"}
+        return own | {"max_rows": self.rows, "debug": True, **still}
 
     @property
     def params(self) -> SamplingParams:
