@@ -121,8 +121,10 @@ class Server:
         self._client = self._open()
 
     def _open(self) -> httpx2.Client:
-        # As many connections as there are threads.
-        return httpx2.Client(headers=self._headers, timeout=_TIMEOUT, limits=httpx2.Limits())
+        # As many connections as there are threads, and a new one for each request: one that is kept may be closed by
+        # the server while the next request is on its way, which looks like a server that broke off.
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        return httpx2.Client(headers=self._headers, timeout=_TIMEOUT, limits=limits)
 
     def restart(self) -> None:
         """Ends what is running, and asks over new connections from here on."""
