@@ -22,7 +22,7 @@ from ratoon.lab.plots import (
     split_plots,
 )
 from ratoon.lab.results import Record, Results
-from ratoon.lab.table import cell_name, failure
+from ratoon.lab.table import cell_name, failure, told
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 # Heading, key of the record, format.
@@ -35,11 +35,11 @@ _COLUMNS = (
     ("near-tie", "near_tie_prompts", "d"),
     ("other", "mismatched_prompts", "d"),
     ("first token p50 ms", "ttft_ms_p50", ".0f"),
-    ("p95", "ttft_ms_p95", ".0f"),
-    ("p99", "ttft_ms_p99", ".0f"),
+    ("first token p95 ms", "ttft_ms_p95", ".0f"),
+    ("first token p99 ms", "ttft_ms_p99", ".0f"),
     ("inter-token p50 ms", "itl_ms_p50", ".1f"),
-    ("p95", "itl_ms_p95", ".1f"),
-    ("p99", "itl_ms_p99", ".1f"),
+    ("inter-token p95 ms", "itl_ms_p95", ".1f"),
+    ("inter-token p99 ms", "itl_ms_p99", ".1f"),
     ("peak MB", "peak_mb", ".0f"),
     ("rounds", "rounds", "d"),
     ("in graphs", "graph_share", ".0%"),
@@ -107,6 +107,7 @@ def _content(
         ],
         "headings": [*(name.replace("_", " ") for name in varying), *(heading for heading, _, _ in _COLUMNS)],
         "table": [(cell_name(row), [*(row.get(name) for name in varying), *_figures(row)]) for row in measured],
+        "differences": [line for row in measured for line in told(row)],
         "failures": [failure(row) for row in rows if row["error"] is not None],
         "runs": [{**run, "command": shlex.join(["ratoon", *run["argv"][1:]])} for run in runs],
         "num_cells": len(rows),
