@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 
 from ratoon.runtime.loop import Loop, StreamEvent
 from ratoon.runtime.rows import Row
@@ -30,16 +31,14 @@ class Background:
 
     async def stream(self, row: Row) -> AsyncGenerator[StreamEvent]:
         """Events of a row until it is finished; leaving early aborts it."""
-        if self._closing:
-            raise RuntimeError("the engine was closed")
         events: asyncio.Queue[StreamEvent | BaseException] = asyncio.Queue()
         here = asyncio.get_running_loop()
 
         def put(event: StreamEvent | BaseException) -> None:
-            if not here.is_closed():
+            with suppress(RuntimeError):  # its event loop was closed: nobody listens any more
                 here.call_soon_threadsafe(events.put_nowait, event)
 
-        self._order(lambda: self._submit(row, put))
+        self._order(lambda: self._loop.submit(row), (id(row), put))
         try:
             while True:
                 event = await events.get()
@@ -49,7 +48,8 @@ class Background:
                 if event.output is not None:
                     return
         finally:
-            self._order(lambda: self._leave(row))
+            with suppress(RuntimeError):
+                self._order(lambda: self._leave(row))
 
     def close(self) -> None:
         """Aborts what runs and ends the thread."""
@@ -58,47 +58,56 @@ class Background:
             self._wake.notify()
         self._thread.join()
 
-    def _order(self, action: Callable[[], None]) -> None:
+    def _order(self, action: Callable[[], None], listener: tuple[int, Put] | None = None) -> None:
+        """To be done by the thread; from here on the listener hears. RuntimeError where the thread has ended."""
         with self._wake:
+            if self._closing:
+                raise RuntimeError("the engine was closed")
+            self._listeners.update([listener] if listener else [])
             self._orders.append(action)
             self._wake.notify()
 
     # ---- in the thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._obey():
+        while self._wait():
             try:
-                news = self._loop.turn()
+                self._obey()
+                for row, event in self._loop.turn():
+                    put = self._listeners.get(id(row))
+                    if put:
+                        put(event)
             except Exception as error:  # noqa: BLE001 - whatever it is, every caller must hear of it
                 self._fail(error)
-                continue
-            for row, event in news:
-                put = self._listeners.get(id(row))
-                if put:
-                    put(event)
         self._fail(RuntimeError("the engine was closed"))
 
-    def _obey(self) -> bool:
-        """Carries out what was ordered, waiting while there is nothing to do. False: the thread is to end."""
+    def _wait(self) -> bool:
+        """Until there is something to do. False: the thread is to end."""
         with self._wake:
             while not (self._closing or self._orders or self._loop.busy):
                 self._wake.wait()
-            orders, self._orders = list(self._orders), deque()
-            closing = self._closing
+            return not self._closing
+
+    def _obey(self) -> None:
+        with self._wake:
+            orders, self._orders = self._orders, deque()
         for order in orders:
             order()
-        return not closing
-
-    def _submit(self, row: Row, put: Put) -> None:
-        self._listeners[id(row)] = put
-        self._loop.submit(row)
 
     def _leave(self, row: Row) -> None:
         self._listeners.pop(id(row), None)
         self._loop.abort(row)
 
     def _fail(self, error: Exception) -> None:
-        self._loop.abort_all()
-        for put in self._listeners.values():
+        """Tells every caller. An engine that cannot even be emptied, as after a GPU's fault, takes no more orders."""
+        try:
+            self._obey()  # who has only just asked must hear of it too
+            self._loop.abort_all()
+            closing = False
+        except Exception:  # noqa: BLE001 - the first error is the one to tell
+            closing = True
+        with self._wake:
+            self._closing |= closing
+            listeners, self._listeners = self._listeners, {}
+        for put in listeners.values():
             put(error)
-        self._listeners.clear()

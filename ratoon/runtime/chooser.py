@@ -36,9 +36,9 @@ class Chooser:
         if row.is_auto:
             self._policy_of().join(row.seat)
 
-    def leave(self, row: Row) -> None:
+    def leave(self, seat: int) -> None:
         if self.policy:
-            self.policy.leave(row.seat)
+            self.policy.leave(seat)
 
     def shape(self, live: Sequence[Row]) -> RoundShape:
         """The next round's shape, for all of these rows."""

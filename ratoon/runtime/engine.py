@@ -297,11 +297,9 @@ class Engine:
         self.runner.trace = wanted
 
     def counters(self) -> dict[str, float]:
-        """Counts since start: rounds, tokens, `ms_*` of the stages, `fallback_*`, `bucket_*`, preemptions, and prompt
-        tokens asked of the prefix cache and found there."""
-        scheduler = self._loop.scheduler
-        cache = {"prefix_asked_tokens": scheduler.cache.asked_tokens, "prefix_hit_tokens": scheduler.cache.hit_tokens}
-        own = {**self._loop.counters, **scheduler.counts, **cache}
+        """Counts since start: rounds, tokens, `ms_*` of the stages, `fallback_*`, `bucket_*`, preemptions, and known
+        tokens of seated requests (`prefix_asked_tokens`) and of them those that the prefix cache had."""
+        own = {**self._loop.counters, **self._loop.scheduler.counts}
         return {**own, **self._chooser.counts, **self.runner.stage_ms, **self.runner.fallbacks}
 
     def statistics(self) -> Statistics:
@@ -359,7 +357,9 @@ class Engine:
         return self._serve(self._intake.rows(prompts, params, priority, timeout_s))
 
     def _serve(self, rows: list[Row]) -> Generator[StreamEvent]:
-        if self._loop.busy or self._background:
+        if self._background:
+            raise RuntimeError("this engine serves asyncio callers: use stream_async, or an engine of its own")
+        if self._loop.busy:
             raise RuntimeError("another stream is still open on this engine: finish it or close() it first")
         for row in rows:
             self._loop.submit(row)

@@ -54,13 +54,11 @@ class Intake:
             raise ValueError(
                 f"{len(several)} prompts but {len(params)} sampling parameters: give one for all, or one each"
             )
-        made = [self._row(i, p, q, priority) for i, (p, q) in enumerate(zip(several, params, strict=True))]
-        if timeout_s is not None:
-            for row in made:
-                row.ticket.deadline = row.submitted + timeout_s
-        return made
+        pairs = enumerate(zip(several, params, strict=True))
+        timeout_s = float("inf") if timeout_s is None else timeout_s
+        return [self._row(index, prompt, own, priority, timeout_s) for index, (prompt, own) in pairs]
 
-    def _row(self, index: int, prompt: Prompt, params: SamplingParams, priority: int) -> Row:
+    def _row(self, index: int, prompt: Prompt, params: SamplingParams, priority: int, timeout_s: float) -> Row:
         ids = self._ids(prompt)
         self._check_prompt(ids)
         params.check_vocabulary(self.config.vocab_size)
@@ -79,6 +77,7 @@ class Intake:
             self.simulation.check(method, budget)
         known = tuple(self.tokenizer.eos_ids) if self.tokenizer else ()
         eos = () if params.ignore_eos else self.config.eos_ids + known
+        now = time.perf_counter()
         return Row(
             index=index,
             prompt=ids,
@@ -88,9 +87,10 @@ class Intake:
             topk_cap=1 if method == "chain" else cap,
             is_auto=budget is None and method != "ar",
             tokenizer=self.tokenizer,
-            submitted=time.perf_counter(),
+            submitted=now,
             limit=min(len(ids) + params.max_tokens, self.limits.max_model_len),
             priority=priority,
+            deadline=now + timeout_s,
         )
 
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:

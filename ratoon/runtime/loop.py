@@ -60,10 +60,8 @@ class Loop:
         """Ends a request where it is; its last event comes with the next turn. One that is over stays as it is."""
         if row.finish_reason is None and row.ticket in self._rows:
             row.abort()
-            if row.ticket.seat:
-                self.runner.stop(row.ticket.seat)
             self._end(row)
-            self._news.append((row, _event(row, (), row.new_text())))
+            self._news.append((row, _event(row, ())))
 
     def turn(self) -> News:
         """Seats, prefills, launches a round if one may be ahead, reads the oldest if none may. Returns what is new."""
@@ -84,6 +82,7 @@ class Loop:
             self._join(self._rows[ticket])
         for ticket, begin, end in self.scheduler.prefills():
             self.runner.prefill(ticket.seat, ticket.ids(), begin, end)
+            self.scheduler.prefilled(ticket, end)
 
     def _join(self, row: Row) -> None:
         ticket, prompt = row.ticket, row.prompt
@@ -104,14 +103,11 @@ class Loop:
     def launch(self) -> bool:
         """Whether a round was launched, or somebody yielded so that one can be."""
         plan = self.scheduler.plan_round()
-        for ticket in plan.yielded:
-            row = self._rows[ticket]
-            self._chooser.leave(row)
-            if ticket.seat:
-                self.runner.stop(ticket.seat)
+        for seat in plan.yielded_seats:
+            self._vacate(seat)
         self.runner.extend(plan.extensions)
         if not plan.rows:
-            return bool(plan.yielded)
+            return bool(plan.yielded_seats)
         rows = [self._rows[ticket] for ticket in plan.rows]
         launch = self.runner.launch([ticket.seat for ticket in plan.rows], self._chooser.shape(rows))
         self.scheduler.launched(plan.rows)
@@ -134,19 +130,24 @@ class Loop:
             self._chooser.observe(row, launch.shape, result)
             self.counters["tokens"] += len(tokens)
             if row.finish_reason is not None:
-                if not result.done:
-                    self.runner.stop(seat)  # a stop string: the device does not know
-                self._end(row)
+                # Of a stop string the device does not know.
+                self._end(row, tell=not result.done)
             if row.streams or row.finish_reason is not None:
-                self._news.append((row, _event(row, tokens, row.new_text(), *trees.get(seat, (None, ())))))
+                self._news.append((row, _event(row, tokens, *trees.get(seat, (None, ())))))
         self.in_flight.popleft()
         self.scheduler.read([row.ticket for row in rows])
 
-    def _end(self, row: Row) -> None:
-        if row.ticket.seat:
-            self._chooser.leave(row)
+    def _end(self, row: Row, tell: bool = True) -> None:
+        """tell: the device must hear of it."""
+        if row.seat:
+            self._vacate(row.seat, tell)
         self.scheduler.finish(row.ticket)
         del self._rows[row.ticket]
+
+    def _vacate(self, seat: int, tell: bool = True) -> None:
+        self._chooser.leave(seat)
+        if tell:
+            self.runner.stop(seat)
 
     def _fail(self, row: Row) -> None:
         self.abort_all()
@@ -160,21 +161,17 @@ class Loop:
         """Drops whatever is waiting or running; rounds in flight are read and thrown away."""
         for row in list(self._rows.values()):
             row.abort()
-            if row.ticket.seat:
-                self.runner.stop(row.ticket.seat)
             self._end(row)
         while self.in_flight:
-            launch, rows = self.in_flight.popleft()
+            launch, rows = self.in_flight[0]
             self.runner.read(launch)
+            self.in_flight.popleft()
             self.scheduler.read([row.ticket for row in rows])
         self._news.clear()
         self.runner.settle()
 
 
-def _event(
-    row: Row, tokens: Sequence[int], text: str, tree: Tree | None = None, path: tuple[int, ...] = ()
-) -> StreamEvent:
-    if not row.streams:
-        text = row.text
+def _event(row: Row, tokens: Sequence[int], tree: Tree | None = None, path: tuple[int, ...] = ()) -> StreamEvent:
+    text = row.new_text() if row.streams else row.text
     output = None if row.finish_reason is None else row.output()
     return StreamEvent(row.index, text, tuple(tokens), row.finish_reason, output, tree, path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from ratoon.runtime.pages import PagePool
@@ -24,7 +24,6 @@ class PrefixCache:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self.hit_tokens = self.asked_tokens = 0
 
     @property
     def num_pages(self) -> int:
@@ -36,20 +35,26 @@ class PrefixCache:
         """Pages that `take` can give."""
         return self._pool.num_free + len(self._idle)
 
-    def match(self, ids: Sequence[int]) -> list[int]:
-        """Pages of the longest known beginning of `ids`, held once more for the caller. Whole pages only, and none
-        that would hold the last id: a row recomputes its anchor."""
+    def keys(self, ids: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
+        """One key per full page of `ids`: a digest of all tokens up to its end. known: keys of a beginning."""
+        if not self._enabled:
+            return []
+        keys = list(known[: len(ids) // self._page_size])
+        for end in range((len(keys) + 1) * self._page_size, len(ids) + 1, self._page_size):
+            tokens = array("q", ids[end - self._page_size : end]).tobytes()
+            keys.append(blake2b((keys[-1] if keys else b"") + tokens, digest_size=16).digest())
+        return keys
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Pages of the longest known beginning, held once more for the caller."""
         pages = []
-        if self._enabled:
-            for key in self._keys(ids[: max(len(ids) - 1, 0)]):
-                if key not in self._page_of:
-                    break
-                pages.append(self._page_of[key])
+        for key in keys:
+            if key not in self._page_of:
+                break
+            pages.append(self._page_of[key])
         self._pool.share(pages)
         for page in pages:
             self._idle.pop(page, None)
-        self.asked_tokens += len(ids)
-        self.hit_tokens += len(pages) * self._page_size
         return pages
 
     def take(self, count: int) -> list[int]:
@@ -61,11 +66,9 @@ class PrefixCache:
             self._pool.give_back([page])
         return self._pool.take(count)
 
-    def keep(self, ids: Sequence[int], pages: Sequence[int]) -> None:
-        """Remembers the full pages of a row whose K/V of `ids` are written, or will be before anything reads them."""
-        if not self._enabled:
-            return
-        for key, page in zip(self._keys(ids), pages, strict=False):
+    def keep(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Remembers a row's pages whose K/V are written, or queued before all that may read them."""
+        for key, page in zip(keys, pages, strict=False):
             if key not in self._page_of and page not in self._key_of:
                 self._page_of[key], self._key_of[page] = page, key
                 self._pool.share([page])
@@ -83,13 +86,6 @@ class PrefixCache:
         self._page_of.clear()
         self._key_of.clear()
         self._idle.clear()
-
-    def _keys(self, ids: Sequence[int]) -> Iterator[bytes]:
-        """One key per full page: a digest of all tokens up to its end."""
-        key = b""
-        for end in range(self._page_size, len(ids) + 1, self._page_size):
-            key = blake2b(key + array("q", ids[end - self._page_size : end]).tobytes(), digest_size=16).digest()
-            yield key
 
     def check(self) -> None:
         """Asserts that what is remembered is held, and that idle pages are exactly those that nobody else holds."""

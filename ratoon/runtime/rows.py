@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from ratoon.core.request import FinishReason, RequestOutput, SamplerKind, SamplingParams
@@ -22,8 +22,8 @@ _PER_TOKEN = slice(RowResult._fields.index("runner_ups"), RowResult._fields.inde
 class Row:
     """A request's life. `text` is what `decode` has made so far; `streams`: somebody reads it as it comes.
 
-    limit: no token past number limit - 1. `ticket` is how the scheduler knows it; its seed is drawn once, so that a
-    row that yields its place goes on with the same text.
+    `ticket` is how the scheduler knows it: limit, priority and deadline are the ticket's. The seed is drawn once, so
+    that a row that yields its place goes on with the same text.
     """
 
     index: int
@@ -35,8 +35,9 @@ class Row:
     is_auto: bool
     tokenizer: Tokenizer | None
     submitted: float
-    limit: int
-    priority: int = 0
+    limit: InitVar[int]
+    priority: InitVar[int] = 0
+    deadline: InitVar[float] = float("inf")
     streams: bool = True
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -53,9 +54,9 @@ class Row:
     _first: float = 0.0
     _last: float = 0.0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, limit: int, priority: int, deadline: float) -> None:
         self.kind, self.seed = self.params.sampler_kind, self.params.seed_or_fresh()
-        self.ticket = Ticket(0, self.prompt, self.limit, self.tokens, self.priority)
+        self.ticket = Ticket(0, self.prompt, limit, self.tokens, priority, deadline)
         self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer else None
 
     @property

@@ -22,8 +22,8 @@ class Ticket:
 
     number: order of arrival; priority: lower goes first; limit: no token past number limit - 1; deadline: on the
     scheduler's clock. seat, pages: what it holds; one that is gone tells what it held last. ready: positions
-    0..ready-1 are in the cache. "draining": must yield its pages and waits for its rounds in flight; "done": finished,
-    the same.
+    0..ready-1 are in the cache; keys: the prefix cache's names of its full pages below its start. "draining": must
+    yield its pages and waits for its rounds in flight; "done": finished, the same.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Ticket:
     pages: list[int] = field(default_factory=list)
     ready: int = 0
     num_in_flight: int = 0
-    num_preempted: int = 0
+    keys: list[bytes] = field(default_factory=list)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -83,11 +83,11 @@ class Extension(NamedTuple):
 
 @dataclass
 class RoundPlan:
-    """Who runs, which tables grow first, who was told to yield (their seats are to be stopped)."""
+    """Who runs, which tables grow first, and the seats of those who must yield: they are to be stopped."""
 
     rows: list[Ticket] = field(default_factory=list)
     extensions: list[Extension] = field(default_factory=list)
-    yielded: list[Ticket] = field(default_factory=list)
+    yielded_seats: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -98,11 +98,16 @@ class Scheduler:
         self._free_seats = list(range(sizes.max_rows, 0, -1))
         self._waiting: list[Ticket] = []
         self._seated: list[Ticket] = []
-        self.counts: Counter[str] = Counter(preemptions=0)
+        self._timed: set[Ticket] = set()
+        self.counts: Counter[str] = Counter(preemptions=0, prefix_asked_tokens=0, prefix_hit_tokens=0)
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def submit(self, ticket: Ticket) -> None:
+        # Once, not in every turn that it waits. Whole pages, and none that would hold the anchor: a row recomputes it.
+        ticket.keys = self.cache.keys(ticket.ids()[: ticket.start], ticket.keys)
+        if ticket.deadline < float("inf"):
+            self._timed.add(ticket)
         insort(self._waiting, ticket, key=lambda other: other.rank)
 
     def finish(self, ticket: Ticket) -> None:
@@ -116,10 +121,8 @@ class Scheduler:
 
     def expired(self, now: float) -> list[Ticket]:
         """Requests past their deadline that are not over."""
-        return [ticket for ticket in self.unfinished() if ticket.deadline < now]
-
-    def unfinished(self) -> list[Ticket]:
-        return [*self._waiting, *(ticket for ticket in self._seated if ticket.stage != "done")]
+        self._timed = {ticket for ticket in self._timed if ticket.stage not in ("done", "gone")}
+        return [ticket for ticket in self._timed if ticket.deadline < now]
 
     @property
     def num_waiting(self) -> int:
@@ -137,14 +140,17 @@ class Scheduler:
         seated = []
         while self._waiting and self._free_seats:
             ticket = self._waiting[0]
-            known = self.cache.match(ticket.ids())
+            known = self.cache.match(ticket.keys)
             missing = self._pages_for(self._longest(ticket)) - len(known)
             if missing + self._reserve() > self.cache.num_available:
                 self.cache.give_back(known)
                 break
             self._waiting.pop(0)
             ticket.pages, ticket.seat = known + self.cache.take(missing), self._free_seats.pop()
-            ticket.ready, ticket.stage = len(known) * self.sizes.page_size, "prefill"
+            ticket.ready = len(known) * self.sizes.page_size
+            ticket.stage = "prefill" if ticket.ready < ticket.start else "running"
+            self.counts["prefix_asked_tokens"] += ticket.start + 1
+            self.counts["prefix_hit_tokens"] += ticket.ready
             self._seated.append(ticket)
             seated.append(ticket)
         return seated
@@ -165,20 +171,21 @@ class Scheduler:
     def prefills(self) -> list[Prefill]:
         """What to prefill before the next round: `sizes.prefill` tokens at most while others decode, else all."""
         decoding = any(ticket.stage == "running" for ticket in self._seated)
-        room = self.sizes.prefill if decoding else None
+        room = self.sizes.prefill if decoding else float("inf")
         chunks = []
         for ticket in sorted(self._seated, key=lambda other: other.rank):
-            if ticket.stage != "prefill" or room == 0:
-                continue
-            end = ticket.start if room is None else min(ticket.start, ticket.ready + room)
-            if end > ticket.ready:
-                chunks.append(Prefill(ticket, ticket.ready, end))
-                room = None if room is None else room - (end - ticket.ready)
-                ticket.ready = end
-            if ticket.ready >= ticket.start:
-                ticket.stage = "running"
-                self.cache.keep(ticket.ids()[: ticket.start], ticket.pages)
+            if ticket.stage == "prefill" and room:
+                size = int(min(ticket.start - ticket.ready, room))
+                chunks.append(Prefill(ticket, ticket.ready, ticket.ready + size))
+                room -= size
         return chunks
+
+    def prefilled(self, ticket: Ticket, end: int) -> None:
+        """Positions below `end` are in the cache, or queued to be: what Ctrl-C cut off is not told here."""
+        ticket.ready = end
+        if end == ticket.start:
+            ticket.stage = "running"
+            self.cache.keep(ticket.keys, ticket.pages)
 
     # ---- rounds -----------------------------------------------------------------------------------------------
 
@@ -213,9 +220,8 @@ class Scheduler:
     def _yield_last(self, plan: RoundPlan) -> None:
         last = max((t for t in self._seated if t.stage in ("prefill", "running")), key=lambda other: other.rank)
         last.stage = "draining"
-        last.num_preempted += 1
         self.counts["preemptions"] += 1
-        plan.yielded.append(last)
+        plan.yielded_seats.append(last.seat)
         self._release_if_idle(last)
 
     def launched(self, rows: Sequence[Ticket]) -> None:
@@ -234,7 +240,7 @@ class Scheduler:
         if ticket.num_in_flight or ticket.stage not in ("draining", "done"):
             return
         # What was prefilled or committed, as far as the host knows it, is worth remembering.
-        self.cache.keep(ticket.ids()[: ticket.ready], ticket.pages)
+        self.cache.keep(self.cache.keys(ticket.ids()[: ticket.ready], ticket.keys), ticket.pages)
         self.cache.give_back(ticket.pages)
         self._free_seats.append(ticket.seat)
         self._seated.remove(ticket)

@@ -7,6 +7,7 @@ import asyncio
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,27 @@ def test_a_request_that_goes_on_from_an_answer_finds_it(make: Maker) -> None:
     check_idle(engine)
 
 
+@pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
+def test_a_prefill_that_was_cut_off_is_found_by_nobody(
+    make: Maker, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make.new(run_ahead=1)
+    real = engine.runner.prefill
+
+    def interrupted(*args: Any) -> None:
+        if not early:
+            real(*args)
+        raise KeyboardInterrupt
+
+    with engine:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine.runner, "prefill", interrupted)
+            engine.generate(PROMPTS[2], FREE)
+        check_idle(engine)
+        check_texts(engine.generate(PROMPTS[2], FREE), [PROMPTS[2]])
+        assert engine.counters()["prefix_hit_tokens"] == 0
+
+
 # ---- everything at once -------------------------------------------------------------------------------------
 
 
@@ -180,7 +202,7 @@ def test_many_tasks_share_one_engine(make: Maker) -> None:
 
     with make.new(run_ahead=1) as engine:
         check_texts(asyncio.run(all_of_them(engine)))
-        with pytest.raises(RuntimeError, match="another stream is still open"):
+        with pytest.raises(RuntimeError, match="serves asyncio callers"):
             engine.generate(PROMPTS[0], FREE)
         check_idle_soon(engine)
 
@@ -214,6 +236,27 @@ def test_every_task_hears_of_a_failure_and_the_engine_goes_on(make: Maker, monke
         assert [type(one) for one in heard] == [ZeroDivisionError] * 3
         check_texts([asyncio.run(collect(engine, PROMPTS[0]))], [PROMPTS[0]])
         check_idle_soon(engine)
+
+
+def test_an_engine_that_cannot_be_emptied_tells_everyone_and_takes_no_more(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a GPU's fault: whatever is asked of it fails."""
+
+    async def ask(engine: Engine) -> list[object]:
+        tasks = (collect(engine, prompt) for prompt in PROMPTS[:3])
+        heard = await asyncio.gather(*tasks, return_exceptions=True)
+        return [*heard, *await asyncio.gather(collect(engine, PROMPTS[3]), return_exceptions=True)]
+
+    with make.new(run_ahead=1) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner, "read", lambda launch: 1 / 0)
+            heard = asyncio.run(asyncio.wait_for(ask(engine), 30))
+        assert [type(one) for one in heard] == [*[ZeroDivisionError] * 3, RuntimeError]
+        assert str(heard[3]) == "the engine was closed"
+        engine._background.close()  # pyright: ignore[reportOptionalMemberAccess]
+        engine._loop.abort_all()
+        check_idle(engine)
 
 
 def test_an_engine_that_is_closed_says_so(make: Maker) -> None:

@@ -64,6 +64,7 @@ class Device:
                 assert self.held(ticket, position) == ticket.ids()[position], "the prefix cache gave another text"
         for ticket, begin, end in self.scheduler.prefills():
             self.write(ticket, begin, end, ticket.ids()[begin:end])
+            self.scheduler.prefilled(ticket, end)
         rows = []
         if len(self.flying) <= self.run_ahead:
             plan = self.scheduler.plan_round()
@@ -101,7 +102,7 @@ class Device:
         self.scheduler.read(rows)
 
     def drain(self, turns: int = 10_000) -> None:
-        while self.scheduler.unfinished() or self.flying:
+        while self.scheduler.num_waiting or self.scheduler.num_seated or self.flying:
             self.step()
             turns -= 1
             assert turns, "requests wait for ever"
@@ -143,7 +144,7 @@ def test_a_hundred_thousand_random_events(run_ahead: int, cached: bool) -> None:
     assert device.scheduler.num_seated == 0 and len(device.finished) > 300
     assert device.scheduler.counts["preemptions"] > 50
     pages = device.scheduler.cache
-    assert pages.num_available == 19 and (pages.hit_tokens > 1000) == cached
+    assert pages.num_available == 19 and (device.scheduler.counts["prefix_hit_tokens"] > 1000) == cached
 
 
 class Machine(RuleBasedStateMachine):
@@ -195,6 +196,14 @@ def test_the_worst_case_never_yields() -> None:
     assert device.scheduler.counts["preemptions"] == 0 and len(device.finished) == 60
 
 
+def prefill(one: Scheduler) -> list[tuple[int, int]]:
+    """One turn's chunks, computed."""
+    chunks = one.prefills()
+    for ticket, _, end in chunks:
+        one.prefilled(ticket, end)
+    return [(begin, end) for _, begin, end in chunks]
+
+
 def test_priority_goes_first_and_yields_last() -> None:
     one = scheduler(sizes=SIZES._replace(max_rows=2))
     tickets = [Ticket(number, (1,) * 4, 30, priority=priority) for number, priority in enumerate((1, 0, 1))]
@@ -210,11 +219,10 @@ def test_a_long_prompt_is_prefilled_in_parts_while_others_decode() -> None:
     short, long = Ticket(0, (1,), 9), Ticket(1, tuple(range(30)), 40)
     one.submit(short)
     one.admit()
-    assert one.prefills() == [] and one.plan_round().rows == [short]
+    assert prefill(one) == [] and one.plan_round().rows == [short]
     one.submit(long)
     one.admit()
-    parts = [one.prefills() for _ in range(4)]
-    assert [(begin, end) for [(_, begin, end)] in parts] == [(0, 8), (8, 16), (16, 24), (24, 29)]
+    assert [prefill(one) for _ in range(4)] == [[(0, 8)], [(8, 16)], [(16, 24)], [(24, 29)]]
     assert one.plan_round().rows == [short, long]
 
 
@@ -231,13 +239,13 @@ def test_a_known_beginning_is_shared_and_the_anchor_computed_anew() -> None:
     exact = Ticket(2, tuple(range(12)), 20)
     one.submit(first)
     one.admit()
-    one.prefills()
+    prefill(one)
     for ticket in (second, exact):
         one.submit(ticket)
     assert one.admit() == [second, exact]
     assert second.pages[:3] == first.pages[:3] and second.ready == 12
     assert exact.pages[:2] == first.pages[:2] and exact.ready == 8, "its last token is its anchor"
-    assert one.cache.hit_tokens == 20
+    assert one.counts["prefix_hit_tokens"] == 20
     one.check()
 
 
@@ -245,31 +253,33 @@ def test_another_beginning_is_no_hit() -> None:
     one = scheduler()
     one.submit(Ticket(0, tuple(range(13)), 20))
     one.admit()
-    one.prefills()
+    prefill(one)
     one.submit(Ticket(1, (5, *range(1, 13)), 20))
     [other] = one.admit()
-    assert other.ready == 0 and one.cache.hit_tokens == 0
+    assert other.ready == 0 and one.counts["prefix_hit_tokens"] == 0
 
 
 def test_the_oldest_idle_text_is_given_up_first_its_end_before_its_beginning() -> None:
     cache = PrefixCache(PagePool(7), 2)
     old, new = cache.take(3), cache.take(3)
-    cache.keep([1, 2, 3, 4, 5, 6], old)
-    cache.keep([7, 8, 9, 10, 11, 12], new)
+    before, after = (cache.keys(range(begin, begin + 6)) for begin in (1, 7))
+    cache.keep(before, old)
+    cache.keep(after, new)
     cache.give_back(old)
     cache.give_back(new)
     assert cache.num_available == 6
     assert cache.take(2) == sorted(old[1:])
-    assert cache.match([1, 2, 3, 4, 5, 6, 0]) == old[:1] and cache.match([7, 8, 9, 10, 11, 12, 0]) == new
+    assert cache.match(before) == old[:1] and cache.match(after) == new
     cache.check()
 
 
 def test_nothing_damaged_is_found_again() -> None:
     cache = PrefixCache(PagePool(7), 2)
     pages = cache.take(3)
-    cache.keep([1, 2, 3, 4], pages)
+    keys = cache.keys([1, 2, 3, 4])
+    cache.keep(keys, pages)
     cache.forget()
-    assert cache.match([1, 2, 3, 4, 5]) == [] and cache.num_available == 3
+    assert cache.match(keys) == [] and cache.num_available == 3
     cache.give_back(pages)
     cache.check()
     assert cache.num_available == 6
@@ -284,3 +294,49 @@ def test_a_request_past_its_deadline_is_named() -> None:
     assert one.expired(5.5) == [late]
     one.finish(late)
     assert one.expired(5.5) == []
+
+
+def test_what_was_planned_but_not_computed_is_not_remembered() -> None:
+    """Ctrl-C may come between the two."""
+    one = scheduler()
+    first = Ticket(0, tuple(range(13)), 20)
+    one.submit(first)
+    one.admit()
+    one.prefills()
+    one.finish(first)
+    one.submit(Ticket(1, tuple(range(13)), 20))
+    [again] = one.admit()
+    assert again.ready == 0
+    one.check()
+
+
+def test_a_request_that_waits_is_asked_of_the_cache_but_counted_once() -> None:
+    one = scheduler(num_pages=13)
+    for number in range(2):
+        one.submit(Ticket(number, tuple(range(24)), 30))
+    assert len(one.admit()) == 1
+    assert [one.admit() for _ in range(5)] == [[]] * 5 and one.counts["prefix_asked_tokens"] == 24
+    one.check()
+
+
+def test_keys_go_on_from_a_known_beginning() -> None:
+    cache = PrefixCache(PagePool(2), 4)
+    whole = cache.keys(range(14))
+    assert len(whole) == 3 and cache.keys(range(14), whole[:2]) == whole and cache.keys(range(9), whole) == whole[:2]
+
+
+def test_a_page_that_ends_with_the_anchor_is_not_remembered() -> None:
+    """The last token's K/V are not in the cache: the next round would have put them there."""
+    one = scheduler()
+    first = Ticket(0, tuple(range(5)), 8)
+    one.submit(first)
+    one.admit()
+    prefill(one)
+    rows = one.plan_round().rows
+    one.launched(rows)
+    first.output += [5, 6, 7]
+    one.finish(first)
+    one.read(rows)
+    one.submit(Ticket(1, tuple(range(9)), 20))
+    [again] = one.admit()
+    assert again.ready == 4
