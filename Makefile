@@ -51,7 +51,7 @@ demo: $(MODEL)
 	@$(BIN)/ratoon demo
 
 # The interpreter must be chosen before a kernel is defined, so kernels are tested in a process of their own, beside.
-# One thread each: on 2 cores a second one spins for the core that the other process has (a 10 s test took 90 s).
+# One thread each: on 2 cores a second one spins for the core that the other process has (a 5 s test took 47 s).
 test: $(MODEL) $(READY_TEST) lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider tests/interpret > $(VENV)/interpret.log 2>&1 & kernels=$$!; \
 	rest=0; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/null tests/cpu || rest=$$?; \
